@@ -2,10 +2,14 @@
 
 The only reader of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. One rank is a world like any
 other: the same code runs with a group of one, so there is no second path to keep right.
+
+The only caller of collectives over all ranks, too. A script's own default group may serve GPUs alone,
+as accelerate's and `init_process_group("nccl")` do, and what host memory holds must travel all the same.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import socket
@@ -14,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -53,13 +57,20 @@ class Ranks:
 
 
 def ranks_from_env() -> Ranks:
-    """Rank, world size and their numbers on this machine, as torchrun exported them, or one rank."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    """Rank, world size and their numbers on this machine, as torchrun exported them, or one rank.
+
+    Ranks that something else started (torch's `mp.spawn`) are those of their process group, of one
+    machine unless the environment says more.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return Ranks(
-        rank=int(os.environ.get("RANK", 0)),
+        rank=rank,
         world_size=world_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        local_rank=int(os.environ.get("LOCAL_RANK", rank % local_world_size)),
+        local_world_size=local_world_size,
     )
 
 
@@ -160,9 +171,49 @@ def simulated_world(world_size: int, gpus_per_node: int):
         os.environ.update({name: before[name] for name in of_rank_0 if name in before})
 
 
+def _backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """A group's backend for each type of device that it serves."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
 def main_device_type() -> str:
-    """The device that the process group is for: CUDA wherever it has NCCL."""
-    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    """The device that the process group is for: CUDA wherever that has a backend of its own, as NCCL."""
+    backends = _backends()
+    return "cuda" if backends.get("cuda") not in (None, backends.get("cpu")) else "cpu"
+
+
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _host_group() -> dist.ProcessGroup:
+    """All ranks, for tensors in host memory: the default group, or gloo's where that serves GPUs alone.
+
+    gloo's is made where all ranks first need it, waits as long for a rank, and ends with the default.
+    """
+    default = dist.group.WORLD
+    if "cpu" in _backends():
+        return default
+    if default not in _host_groups:
+        options = default._get_backend(torch.device(next(iter(_backends())))).options
+        _host_groups[default] = dist.new_group(backend="cpu:gloo", timeout=options._timeout)
+    return _host_groups[default]
+
+
+@atexit.register
+def _end_host_groups():
+    """Wait for gloo's threads, as the end of `process_group` does: scripts rarely end their groups."""
+    while _host_groups:
+        dist.destroy_process_group(_host_groups.popitem()[1])
+
+
+def serves_host(mesh: DeviceMesh) -> bool:
+    """Whether tensors in host memory can travel over a mesh."""
+    return all("cpu" in _backends(group) for group in mesh.get_all_groups())
+
+
+def _group_for(tensor: Tensor) -> dist.ProcessGroup:
+    """All ranks, for a tensor where it is."""
+    return _host_group() if tensor.device.type == "cpu" else dist.group.WORLD
 
 
 _holders: WeakSet[_Holder] = WeakSet()
@@ -284,8 +335,32 @@ def is_first_copy(tensor: Tensor) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """The whole of a sharded parameter; every rank must call it."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    """The whole of a sharded parameter, on the device of its rows; every rank must call it."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local, mesh = parameter.to_local(), parameter.device_mesh
+    if local.device.type == mesh.device_type or serves_host(mesh):
+        return parameter.full_tensor()
+    # Offloaded, and the mesh is for GPUs alone: it travels through the GPU.
+    there = DTensor.from_local(
+        local.to(torch.device(mesh.device_type, torch.cuda.current_device())),
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return there.full_tensor().to(local.device)
+
+
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM):
+    """Sum a tensor over all ranks, or reduce it by another `op`, in place, on the GPU or the host."""
+    dist.all_reduce(tensor, op, group=_group_for(tensor))
+
+
+def broadcast(tensor: Tensor, owner: int = 0):
+    """Give every rank the tensor of rank `owner`, in place, on the GPU or the host."""
+    dist.broadcast(tensor, owner, group=_group_for(tensor))
 
 
 def from_rank(
@@ -298,7 +373,7 @@ def from_rank(
     """The tensor that rank `owner` gives, on every rank."""
     if tensor is None or dist.get_rank() != owner:
         tensor = torch.empty(shape, dtype=dtype, device=device)
-    dist.broadcast(tensor, src=owner)
+    broadcast(tensor, owner)
     return tensor
 
 
@@ -339,21 +414,21 @@ def reduce_scatter_rows(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_over_ranks(*counts: int) -> list[int]:
     """Sum of whole numbers over all ranks, through host memory (the GPU is not waited for)."""
     total = torch.tensor(counts, dtype=torch.int64)
-    dist.all_reduce(total)
+    all_reduce(total)
     return total.tolist()
 
 
 def max_over_ranks(*counts: int) -> list[int]:
     """The largest of whole numbers over all ranks, each by itself, through host memory."""
     largest = torch.tensor(counts, dtype=torch.int64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
 
 
 def gather_over_ranks(value) -> list:
     """A small picklable value of every rank, in the order of ranks, through host memory."""
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_host_group())
     return values
 
 
@@ -373,7 +448,7 @@ def from_main(function: Callable[[], T]) -> T:
         except (ValueError, OSError) as caught:
             error = caught
     message: list = [given, (isinstance(error, ValueError), str(error)) if error else None]
-    dist.broadcast_object_list(message, src=0)
+    dist.broadcast_object_list(message, src=0, group=_host_group())
     if error:
         raise error
     if message[1]:
@@ -401,7 +476,7 @@ def main_only():
     except Exception as caught:
         error = caught
     message = [f"{type(error).__name__}: {error}" if error else None]
-    dist.broadcast_object_list(message, src=0)
+    dist.broadcast_object_list(message, src=0, group=_host_group())
     if message[0]:
         raise OSError(f"rank 0 could not write: {message[0]}") from error
     if error:

@@ -151,3 +151,43 @@ def test_one_file_owns_fsdp():
         if any(i.startswith("torch.distributed.fsdp") for i in imports(path))
     }
     assert owners == {"fsdp.py"}
+
+
+COLLECTIVES = set(
+    """all_reduce broadcast reduce all_gather all_gather_into_tensor all_gather_single gather scatter
+    reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single send recv
+    all_gather_object broadcast_object_list gather_object scatter_object_list""".split()
+)
+
+
+def calls_in_a_default_group(path: Path) -> set[str]:
+    """Collectives that a file leaves to the default group, and those that sharded tensors make."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            found |= {alias.name for alias in node.names} & COLLECTIVES
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, of_torch = node.func.attr, ast.unparse(node.func.value).endswith("dist")
+        named_group = any(keyword.arg == "group" for keyword in node.keywords)
+        if of_torch and name in COLLECTIVES and not named_group:
+            found.add(name)
+        if name in ("full_tensor", "redistribute"):
+            found.add(name)
+    return found
+
+
+def test_one_file_calls_collectives_over_all_ranks():
+    """It knows which group takes a tensor in host memory; a default group may serve GPUs alone."""
+    callers = {
+        path.name: found for _, path in modules() if (found := calls_in_a_default_group(path))
+    }
+    assert callers == {"dist.py": {"full_tensor"}}
+    functional = {
+        path.name
+        for _, path in modules()
+        if any("functional_collectives" in name for name in imports(path))
+    }
+    assert functional == {
+        "sequence_parallel.py"
+    }  # in groups that it makes, of tensors of the model

@@ -13,7 +13,7 @@ from torch import nn
 from ..config import RunConfig, plan_batches
 from ..config.run import with_bins_of
 from ..data import RowLengths, Step, collate_packed
-from ..dist import ranks_from_env
+from ..dist import all_reduce, ranks_from_env
 from ..plan import Plan
 from ..preflight.run_data import RunData, read_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
@@ -85,5 +85,5 @@ def tokens_computed(steps: list[Step], ranks_per_row: int) -> float:
     """Tokens of steps, without padding; the mean of all ranks."""
     own = sum(sum(step.micro_batch_tokens) for step in steps)
     tokens = torch.tensor(float(own), dtype=torch.float64)
-    dist.all_reduce(tokens)
+    all_reduce(tokens)
     return tokens.item() / dist.get_world_size() / ranks_per_row

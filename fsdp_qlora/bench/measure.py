@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..choices import OPTIMIZERS
 from ..config import RunConfig
-from ..dist import ranks_from_env
+from ..dist import all_reduce, ranks_from_env
 from ..observe.compilations import say_graph_breaks
 from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import PeakMemory, peak_resident_bytes
@@ -206,7 +206,7 @@ def _enough_micro_batches(one: Callable, full: list[dict], device: torch.device)
     one(full)
     synchronize(device)
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    all_reduce(seconds, op=dist.ReduceOp.MAX)
     return max(_FEWEST, math.ceil(_STEP_SECONDS * len(full) / seconds.item()))
 
 
@@ -249,7 +249,7 @@ def record_time(row: BenchRow, seconds: list[float], tokens: float | None = None
 def record_memory(row: BenchRow, device: torch.device, peaks: PeakMemory | None = None):
     """Highest memory of any rank, and the hosts' together; without `peaks`, the kernel's peak."""
     host = torch.tensor([(peaks.host if peaks else peak_resident_bytes()) / 2**30])
-    dist.all_reduce(host)
+    all_reduce(host)
     row.peak_host_gib = host.item()
     if device.type != "cuda":
         return
@@ -264,7 +264,7 @@ def record_memory(row: BenchRow, device: torch.device, peaks: PeakMemory | None 
         )
         / 2**30
     )
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    all_reduce(found, op=dist.ReduceOp.MAX)
     row.peak_allocated_gib, row.peak_reserved_gib, driver = found.tolist()
     row.peak_driver_gib = driver or None
 

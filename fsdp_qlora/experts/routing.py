@@ -9,9 +9,9 @@ Shapes: N tokens, K experts of each, S = N K rows, E experts of each of M blocks
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..dist import all_reduce
 from .grouped_matmul import Routing
 
 
@@ -65,7 +65,7 @@ class ExpertLoad:
         """Shares over all ranks, as means over blocks: of the rows that went to the busiest expert, and
         of the experts that got none. (2,), on the device."""
         counts = self.counts.clone()
-        dist.all_reduce(counts)
+        all_reduce(counts)
         self.counts.zero_()
         busiest = counts.amax(1) / counts.sum(1).clamp(min=1)
         idle = 1 - (counts > 0).sum(1) / self.experts

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_64, xxh3_128_hexdigest
 
-from ..dist import gather_over_ranks, ranks_from_env
+from ..dist import all_reduce, gather_over_ranks, ranks_from_env
 
 CHUNK = 2**18  # bytes
 _READ = 2**25  # bytes that are read at once where nothing but the hash is wanted
@@ -75,7 +75,7 @@ class ContentHash:
         """Let every rank know all chunks. Raises ValueError on each if two have read different bytes."""
         own = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.chunks.values()]))
         largest, cuts = own.clone(), np.cumsum([len(c) for c in self.chunks.values()])
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        all_reduce(largest, dist.ReduceOp.MAX)
         odd = torch.nonzero((own != 0) & (own != largest)).flatten()
         name = list(self.chunks)[np.searchsorted(cuts, int(odd[0]), "right")] if len(odd) else None
         for rank, found in enumerate(gather_over_ranks(name)):

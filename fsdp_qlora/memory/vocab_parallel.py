@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..choices.strategies import PIECE_BYTES
-from ..dist import all_gather_rows, local_rows, max_over_ranks, reduce_scatter_rows
+from ..dist import all_gather_rows, full_tensor, local_rows, max_over_ranks, reduce_scatter_rows
 from ..model.blocks import base_model, output_head
 
 _OF_BLOCKS = "embed_tokens_per_layer"
@@ -108,14 +108,15 @@ def gathered_weight(weight: Tensor, device: torch.device) -> Tensor:
     if not isinstance(weight, DTensor):
         return weight.to(device, non_blocking=True)
     local = weight.to_local().to(device, non_blocking=True)
-    return DTensor.from_local(
+    whole = DTensor.from_local(
         local,
         weight.device_mesh,
         weight.placements,
         run_check=False,
         shape=weight.shape,
         stride=weight.stride(),
-    ).full_tensor()
+    )
+    return full_tensor(whole)
 
 
 @torch.no_grad()

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..config import AUTO
 from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, on_device
 from ..data.collate import PadTo
-from ..dist import ranks_from_env, sum_over_ranks
+from ..dist import all_reduce, ranks_from_env, sum_over_ranks
 from ..memory.chunked_cross_entropy import take_right_tokens
 from ..sharding import kept_between_forwards
 from .metrics import EvalMetrics
@@ -78,7 +77,7 @@ def held_out_loss(
                 batch = on_device(batch, device)
                 loss = model(**batch, num_items_in_batch=1, use_cache=False).loss  # a sum
                 total += loss * step.mean_weight
-    dist.all_reduce(total)
+    all_reduce(total)
     return total.item() / (weight or 1), tokens
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..dist import local_rows
+from ..dist import full_tensor, local_rows
 from .base import ShardedOptimizer, int32, sent, zeros_beside
 from .rounding import element_bits, store
 
@@ -78,5 +78,6 @@ def summed(p: Tensor, part: Tensor) -> Tensor:
     if not isinstance(p, DTensor):
         return part
     placements = [Partial() if place.is_shard() else Replicate() for place in p.placements]
-    whole = DTensor.from_local(part, p.device_mesh, placements, run_check=False).full_tensor()
-    return whole.to(part.device)
+    return full_tensor(DTensor.from_local(part, p.device_mesh, placements, run_check=False)).to(
+        part.device
+    )

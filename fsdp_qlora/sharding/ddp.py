@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..choices.strategies import BUCKET_BYTES
+from ..dist import all_reduce
 
 
 class GradientReducer:
@@ -69,7 +70,7 @@ class GradientReducer:
             for i in missing:
                 bucket[i].grad, has[i] = torch.zeros_like(bucket[i]), 0
             flat = torch.cat([*(p.grad.reshape(-1) for p in bucket), has])
-            dist.all_reduce(flat)
+            all_reduce(flat)
             flat /= dist.get_world_size()
             *parts, had = flat.split([*(p.numel() for p in bucket), len(bucket)])
             torch._foreach_copy_(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import chain
 
 import torch
 from torch import nn
 
 from ..adapters import LoraLinear
-from ..dist import gather_over_ranks, main_device_type
+from ..dist import gather_over_ranks
 
 
 def check_masks(model: nn.Module):
@@ -24,7 +25,8 @@ def check_masks(model: nn.Module):
     """
 
     def check(*_):
-        on_gpu = main_device_type() == "cuda"
+        # Under CPU offload buffers are where the forward runs, and weights are not.
+        on_gpu = next(chain(model.buffers(), model.parameters())).is_cuda
         if not model.training or on_gpu and torch.cuda.is_current_stream_capturing():
             return
         if (name := next(_dropouts(model), None)) is None:

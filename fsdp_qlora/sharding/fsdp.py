@@ -33,10 +33,12 @@ from torch.distributed.tensor import DTensor
 from ..adapters import LoraLinear
 from ..choices import Strategy, StrategyName, strategy_named
 from ..dist import (
+    broadcast,
     hybrid_mesh,
     main_device_type,
     ranks_from_env,
     resolve_shard_group_size,
+    serves_host,
     shard_mesh,
 )
 from ..memory.vocab_parallel import apply_vocab_parallel, vocab_parallel_weights
@@ -98,7 +100,7 @@ def apply_sharding(
     offload there is nothing to split, and the model stays as it is. A frozen embedding and head are
     no units: each rank keeps its rows of them (memory/vocab_parallel.py). Raises ValueError for an
     unknown name, a mesh that is not the strategy's, bitsandbytes weights in a storage that can't be
-    sharded, or a `wrap_policy` that picks nothing.
+    sharded, a `wrap_policy` that picks nothing, or weights trained in host memory on a mesh for GPUs alone.
     """
     _answer_other_trainers(model)
     row = strategy_named(strategy)
@@ -110,6 +112,7 @@ def apply_sharding(
         mesh = DeviceMesh.from_group(mesh, main_device_type())
     _check_mesh(row, mesh)
     on_host = on_host or OnHost()
+    _check_host(on_host, mesh)
     if dist.get_world_size() > 1:
         check_masks(model)
     _broadcast_trained(model, None if mesh is None else _mesh_device(mesh))
@@ -192,6 +195,16 @@ def _check_mesh(row: Strategy, mesh: DeviceMesh | None):
         )
 
 
+def _check_host(on_host: OnHost, mesh: DeviceMesh | None):
+    """Refuse gradients in host memory where torch can't sum their norms over ranks."""
+    if on_host.trained and mesh is not None and not serves_host(mesh):
+        raise ValueError(
+            "on_host=OnHost(trained=True): norms of gradients in host memory are summed over ranks, and "
+            f"the process group, {dist.get_backend_config()}, is for GPUs alone; make it with "
+            'init_process_group("cpu:gloo,cuda:nccl"), or leave trained weights on the GPU'
+        )
+
+
 @torch.no_grad()
 def _broadcast_trained(model: nn.Module, device: torch.device | None):
     """Give every rank the trained weights of rank 0, in place, through `device` or where they are.
@@ -204,7 +217,7 @@ def _broadcast_trained(model: nn.Module, device: torch.device | None):
         if not p.requires_grad or p.is_meta:
             continue
         sent = p.detach().to(device or p.device).contiguous()
-        dist.broadcast(sent, src=0)
+        broadcast(sent)
         p.copy_(sent)
 
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..data import num_trained_tokens, on_device
-from ..dist import sum_over_ranks
+from ..dist import all_reduce, full_tensor, sum_over_ranks
 from ..memory.chunked_cross_entropy import take_right_tokens
 from ..sharding import is_sharded, set_gradient_sync
 from ..sharding.prefetch import set_last_micro_batch
@@ -140,10 +139,10 @@ def _has_rows(batch: dict) -> bool:
 def _summed(loss: Tensor, right: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A loss and a count of right tokens over all ranks, in one message."""
     if right is None:
-        dist.all_reduce(loss)
+        all_reduce(loss)
         return loss, None
     sums = torch.stack([loss.double(), right.double()])
-    dist.all_reduce(sums)
+    all_reduce(sums)
     return sums[0].to(loss), sums[1]
 
 
@@ -187,8 +186,7 @@ def trained_weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
     """Norm of all gradients over all ranks; gradients are scaled down to `max_norm` if given."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norm = full_tensor(norm)
     if max_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
