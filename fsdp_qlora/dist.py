@@ -135,7 +135,7 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0) -> Iterat
         torch.cuda.set_device(device)
     store, rank, world_size = rendezvous()
     store.set_timeout(timeout)
-    rank_stores.append(RankStore(store, rank, world_size))
+    _rank_stores.append(RankStore(store, rank, world_size))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         yield
@@ -146,7 +146,7 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0) -> Iterat
     finally:
         for holder in list(_holders):
             holder.release()
-        rank_stores.pop()
+        _rank_stores.pop()
         dist.destroy_process_group()
 
 
@@ -195,7 +195,7 @@ def _host_group() -> dist.ProcessGroup:
         return default
     if default not in _host_groups:
         options = default._get_backend(torch.device(next(iter(_backends())))).options
-        _host_groups[default] = dist.new_group(backend="cpu:gloo", timeout=options._timeout)
+        _host_groups[default] = dist.new_group(backend="gloo", timeout=options._timeout)
     return _host_groups[default]
 
 
@@ -256,7 +256,18 @@ def broadcast_error(text: str):
         rank_store.broadcast_error(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
 
 
-rank_stores: list[RankStore] = []  # of the process group that is open, last
+_rank_stores: list[RankStore] = []  # of the process group that is open, last
+
+
+def open_rank_store() -> RankStore:
+    """The store of the group that `process_group` has made. Raises ValueError in any other group."""
+    if not _rank_stores:
+        raise ValueError(
+            "a run needs the group of `with fsdp_qlora.process_group(device):`, whose store tells ranks of "
+            "stops and checkpoints; use it in place of init_process_group, or call fsdp_qlora.train_step "
+            "in a loop of your own"
+        )
+    return _rank_stores[-1]
 
 
 def broadcast_by_main(answer: Callable[[], str]) -> str:

@@ -25,7 +25,7 @@ from ..adapters.modules_to_save import with_tied_copy
 from ..adapters.peft_names import saved_names
 from ..atomic_files import remove_folder, write_text
 from ..config import RunConfig
-from ..dist import from_main, print_main, rank_stores, ranks_from_env
+from ..dist import from_main, open_rank_store, print_main, ranks_from_env
 from ..export import save_peft_config
 from ..lora_init import for_original_base, saved_config
 from .folder import RUN, prune, scratch_folder, seal, step_folder
@@ -82,7 +82,7 @@ class CheckpointWriter:
         self.disks, self.minutes = disks, config.checkpoint_minutes
         self.rank, self.rank_store, self.staging = (
             ranks_from_env(),
-            rank_stores[-1],
+            open_rank_store(),
             Staging(state.device),
         )
         self.keys = saved_names(state.model) if hasattr(state.model, "peft_config") else None

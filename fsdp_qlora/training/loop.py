@@ -12,7 +12,7 @@ from ..checkpoint import Boundary, CheckpointWriter, RunState
 from ..config import RunConfig
 from ..config.settings import AUTO, counted
 from ..data import Step, StepLoader, StreamLoader
-from ..dist import from_main, gather_over_ranks, print_main, rank_stores
+from ..dist import from_main, gather_over_ranks, open_rank_store, print_main
 from ..experts import ExpertLoad, mixtures_of
 from ..export import save_trained, weights_folder
 from ..lifecycle.agreement import Agreement
@@ -63,7 +63,7 @@ class Training:
         )
         self.first_step, self.scored_step = boundary.step + 1, boundary.step
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
-        self.watch = Watchdog(rank_stores[-1], config.stall_seconds)
+        self.watch = Watchdog(open_rank_store(), config.stall_seconds)
         self.frozen = FrozenWeights(state.model, state.device, config.verify_frozen_minutes)
         self.agree = Agreement(
             self.watch.mark,

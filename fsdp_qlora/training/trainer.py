@@ -46,7 +46,7 @@ from ..data import (
 from ..data.collate import PadTo
 from ..data.lengths import longest_row as longest_of
 from ..data.loader import run_widths
-from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
+from ..dist import from_main, gather_over_ranks, open_rank_store, print_main, ranks_from_env
 from ..export import save_trained, weights_folder
 from ..lifecycle.signals import StopSignals
 from ..observe.evaluate import Evaluator
@@ -86,12 +86,13 @@ def train(
 ) -> list[StepMetrics]:
     """Build the model, train it on tokenized rows or a stream, save what was trained.
 
-    Needs a process group. Resumes from a checkpoint as --resume says. `held_out` rows are evaluated
-    on as --eval_every says; `signals` may ask for a stop. `first_rows` of a stream decide how many bins a
-    step has, where no setting does. Returns the metrics of every step. Raises
-    ValueError for a loss that is not a number, OSError for a disk or memory fault, StopRequested when
-    it was stopped and has saved.
+    Needs the group of `process_group`. Resumes from a checkpoint as --resume says. `held_out` rows are
+    evaluated on as --eval_every says; `signals` may ask for a stop. `first_rows` of a stream decide how
+    many bins a step has, where no setting does. Returns the metrics of every step. Raises ValueError for a
+    loss that is not a number and for another process group, OSError for a disk or memory fault,
+    StopRequested when it was stopped and has saved.
     """
+    open_rank_store()  # raises before the model is built
     content = content_of(config, dataset, held_out, tokenizer)
     check_same_on_every_rank(config, content)
     found = find_run(config, dataset, content)

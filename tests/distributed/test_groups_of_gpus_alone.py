@@ -268,9 +268,9 @@ def trained_on_pieces(strategy: str, folder: str, output: str, device=CPU, on_ho
         steps=[(step.loss, step.grad_norm) for step in steps],
         held_out=fq.held_out_loss(model, dataset_of(HELD_OUT), device),
         frozen={
-            n: fq.full_tensor(p.detach()).cpu().clone()
-            for n, p in model.named_parameters()
-            if "base_" in n
+            name: fq.full_tensor(p.detach()).cpu().clone().view(torch.uint8)  # packed bytes
+            for name, p in model.named_parameters()
+            if "base_layer" in name
         },
         hash=hash_of(fq.Checkpoint(folder)),
     )
@@ -317,6 +317,22 @@ def test_weights_are_trained_in_host_memory_only_where_their_gradients_can_trave
     for refused, taken in run_ranks(trained_on_the_host, 2, folder, grouped=False):
         assert "cuda:gloo, is for GPUs alone" in refused
         assert 'init_process_group("cpu:gloo,cuda:nccl")' in refused and taken == ""
+
+
+def run_without_a_store(folder: str) -> str:
+    """What a whole run says in a group that the script has made."""
+    import fsdp_qlora as fq
+
+    config = fq.RunConfig(model_name=folder, output_dir=folder)
+    with default_group("gloo"):
+        return raised(fq.train, config, dataset_of(HELD_OUT), CPU, None)
+
+
+def test_a_whole_run_in_a_group_of_ones_own_says_which_group_it_needs(folder):
+    for said in run_ranks(run_without_a_store, 2, folder, grouped=False):
+        assert said.startswith(
+            "ValueError: a run needs the group of `with fsdp_qlora.process_group"
+        )
 
 
 class Devices(TorchDispatchMode):
@@ -379,6 +395,7 @@ def test_a_trainer_learns_saves_and_resumes_in_it(folder, tmp_path, kind):
     assert whole and resumed[-1] == whole[-1]
 
 
+@pytest.mark.slow
 def test_a_trainers_model_answers_and_is_evaluated_in_it(folder, tmp_path):
     both, alone = (
         run_ranks(
@@ -389,3 +406,19 @@ def test_a_trainers_model_answers_and_is_evaluated_in_it(folder, tmp_path):
     for expected, found in zip(both, alone, strict=True):
         assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
         assert expected[2] == found[2]
+
+
+def loops(folder: str) -> list[list[float]]:
+    """Losses of the loops in examples/, under accelerate and Fabric."""
+    from examples import accelerate_loop, fabric
+
+    return [accelerate_loop.main(folder), fabric.main(folder)]
+
+
+@pytest.mark.slow
+def test_accelerate_and_fabric_train_in_it(folder):
+    both, alone = (
+        run_ranks(in_group, 2, backend, loops, folder, grouped=False)
+        for backend in ("gloo", GPUS_ALONE)
+    )
+    assert both == alone and all(losses[-1] < losses[0] for losses in alone[0])

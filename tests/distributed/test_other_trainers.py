@@ -215,15 +215,24 @@ def test_grpo_learns_while_sharded(tmp_path):
     assert sum(first[-4:]) / 4 > sum(first[:4]) / 4 + 0.1, first
 
 
-def stop_and_resume(folder: str, output: str, kind: str) -> list:
+def stop_and_resume(folder: str, output: str, kind: str, given: dict | None = None, **more) -> list:
     """Curves of a run without a stop, and of one that is resumed from its middle."""
     from fsdp_qlora.integrations import trl
 
     curves = []
     for name, resumed in (("whole", False), ("stopped", False), ("stopped", True)):
-        given = dict(save_strategy="steps", save_steps=STEPS // 2)
-        more = dict(reward_funcs=even_characters) if kind == "GRPO" else {}
-        made = trainer(trl, kind, folder, folder, f"{output}/{name}", given, quant="nf4", **more)
+        saves = dict(save_strategy="steps", save_steps=STEPS // 2)
+        reward = dict(reward_funcs=even_characters) if kind == "GRPO" else {}
+        made = trainer(
+            trl,
+            kind,
+            folder,
+            folder,
+            f"{output}/{name}",
+            saves | (given or {}),
+            quant="nf4",
+            **reward | more,
+        )
         if name == "stopped" and not resumed:
             made.args.max_steps, made.args.stop = STEPS, True
             made.add_callback(_stop_after(STEPS // 2))
@@ -275,18 +284,18 @@ def test_files_that_are_not_the_models_are_refused_and_stacked_experts_are_read(
     assert streamed_model(str(tmp_path / "mixtral"), "none").weight_files.made  # one of each expert
 
 
-def saved_and_answered(folder: str, output: str) -> tuple:
+def saved_and_answered(folder: str, output: str, given: dict | None = None) -> tuple:
     """Logits before saving, and a generated answer, of a sharded model."""
     from fsdp_qlora.integrations import trl
 
-    made = trainer(trl, "SFT", folder, folder, output, {}, quant="none")
+    made = trainer(trl, "SFT", folder, folder, output, given or {}, quant="none")
     made.train()
     made.save_model(f"{output}/adapter")
-    ids = torch.arange(3, 11)[None]
+    ids = torch.arange(3, 11, device=made.args.device)[None]
     with torch.no_grad():
         logits = made.model(input_ids=ids).logits
         answer = made.model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
-    return logits, answer, made.evaluate(made.train_dataset)["eval_loss"]
+    return logits.cpu(), answer.cpu(), made.evaluate(made.train_dataset)["eval_loss"]
 
 
 def test_what_a_trainer_saves_loads_in_plain_peft_and_generate_works_sharded(folder, tmp_path):
