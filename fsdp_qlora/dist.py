@@ -190,11 +190,12 @@ def _host_group() -> dist.ProcessGroup:
 
     gloo's is made where all ranks first need it, waits as long for a rank, and ends with the default.
     """
-    default = dist.group.WORLD
-    if "cpu" in _backends():
+    backends, default = _backends(), dist.group.WORLD
+    assert default is not None  # or `_backends` would have raised
+    if "cpu" in backends:
         return default
     if default not in _host_groups:
-        options = default._get_backend(torch.device(next(iter(_backends())))).options
+        options = default._get_backend(torch.device(next(iter(backends)))).options
         _host_groups[default] = dist.new_group(backend="gloo", timeout=options._timeout)
     return _host_groups[default]
 
@@ -203,7 +204,8 @@ def _host_group() -> dist.ProcessGroup:
 def _end_host_groups():
     """Wait for gloo's threads, as the end of `process_group` does: scripts rarely end their groups."""
     while _host_groups:
-        dist.destroy_process_group(_host_groups.popitem()[1])
+        with suppress(ValueError):  # it ended with its default group, which something still holds
+            dist.destroy_process_group(_host_groups.popitem()[1])
 
 
 def serves_host(mesh: DeviceMesh) -> bool:
@@ -211,9 +213,9 @@ def serves_host(mesh: DeviceMesh) -> bool:
     return all("cpu" in _backends(group) for group in mesh.get_all_groups())
 
 
-def _group_for(tensor: Tensor) -> dist.ProcessGroup:
-    """All ranks, for a tensor where it is."""
-    return _host_group() if tensor.device.type == "cpu" else dist.group.WORLD
+def _group_for(tensor: Tensor) -> dist.ProcessGroup | None:
+    """All ranks, for a tensor where it is; None is the default group."""
+    return _host_group() if tensor.device.type == "cpu" else None
 
 
 _holders: WeakSet[_Holder] = WeakSet()
