@@ -50,6 +50,9 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
         "--compute_dtype", default="bf16", choices=["bf16", "fp8"], help="ours only"
     )
     parser.add_argument("--use_activation_cpu_offload", action="store_true", help="ours only")
+    parser.add_argument(
+        "--profile", type=Path, help="folder for a table of where the time of one more step goes"
+    )
     parser.add_argument("--minutes", type=float, default=10, help="for everything")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -93,8 +96,8 @@ def rows(options: argparse.Namespace, vocab_size: int) -> list[dict]:
     ]
 
 
-def step_watch():
-    """A callback that keeps when each step ended, and resets the peak once warm."""
+def step_watch(last: int | None = None):
+    """A callback that keeps when each step ended, and resets the peak once warm; `last` is measured still."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
@@ -109,10 +112,36 @@ def step_watch():
 
         def seconds(self) -> list[float]:
             """Of the steps after the warm-up."""
-            ends = self.times[WARM_UP - 1 :]
+            ends = self.times[WARM_UP - 1 : last]
             return [b - a for a, b in zip(ends, ends[1:], strict=False)]
 
     return Watch()
+
+
+def profile_of_last_step(path: Path, last: int):
+    """A callback that profiles the step of that number, and writes where its time goes."""
+    from torch.profiler import profile
+    from transformers import TrainerCallback
+
+    class Profile(TrainerCallback):
+        running: profile | None = None
+
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == last - 1:
+                self.running = profile()
+                self.running.start()
+
+        def on_step_end(self, args, state, control, **_):
+            if self.running:
+                self.running.stop()
+                key = (
+                    "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+                )
+                averages = self.running.key_averages()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(averages.table(sort_by=key, row_limit=60, max_name_column_width=90))
+
+    return Profile()
 
 
 def common_arguments(options: argparse.Namespace) -> dict:
@@ -166,14 +195,23 @@ def measure(options: argparse.Namespace) -> dict:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    tokenizer, watch = AutoTokenizer.from_pretrained(options.folder), step_watch()
+    tokenizer, watch = (
+        AutoTokenizer.from_pretrained(options.folder),
+        step_watch(WARM_UP + options.steps),
+    )
+    given, callbacks = common_arguments(options), [watch]
+    if options.profile:
+        given["max_steps"] += 1
+        callbacks.append(
+            profile_of_last_step(options.profile / f"{options.one}.txt", given["max_steps"])
+        )
     trainer = (_ours if options.one == "ours" else _theirs)(
         options,
-        args=trl.DPOConfig(**common_arguments(options), max_length=options.length),
+        args=trl.DPOConfig(**given, max_length=options.length),
         train_dataset=Dataset.from_list(rows(options, len(tokenizer))),
         processing_class=tokenizer,
         peft_config=adapter(options),
-        callbacks=[watch],
+        callbacks=callbacks,
     )
     return figures(trainer, watch, 2 * options.batch_size * options.length)
 

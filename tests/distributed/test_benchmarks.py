@@ -523,7 +523,8 @@ def test_dpo_is_measured_beside_trl_alone_with_the_same_losses(tmp_path):
     model = save_tiny(tmp_path / "tiny")
     results = tmp_path / "rows.jsonl"
     small = "--batch_size 2 --length 24 --steps 2 --lora_rank 4".split()
-    rows = dpo_8b.main([model, "--model", "tiny", "--results", str(results), *small])
+    profile = ["--profile", str(tmp_path / "profile")]
+    rows = dpo_8b.main([model, "--model", "tiny", "--results", str(results), *small, *profile])
     assert [json.loads(line) for line in results.read_text().splitlines()] == rows
     assert [(row["status"], row["peer"]) for row in rows] == [
         ("ok", None),
@@ -533,6 +534,8 @@ def test_dpo_is_measured_beside_trl_alone_with_the_same_losses(tmp_path):
         assert row["steps_measured"] == 2 and row["tokens_per_second"] > 0
         assert abs(row["loss_first"] - math.log(2)) < 1e-3  # both policies are one at first
         assert row["loss_last"] != row["loss_first"]
+    for way in ("ours", "peer"):
+        assert "matmul" in (tmp_path / f"profile/{way}.txt").read_text()
     (late,) = dpo_8b.main([model, "--model", "tiny", "--ways", "peer", "--minutes", "0.01", *small])
     assert late["status"] == "timeout" and "tokens_per_second" not in late
 
