@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fsdp_qlora.lifecycle.frozen_weights import FrozenWeights, _bit_sum
+from tests.allocations import peak_bytes
 from tests.distributed.test_resume import run_once, settings
 from tests.parts import rest
 from tests.ranks import run_ranks
@@ -24,6 +25,27 @@ def test_every_single_bit_changes_the_sum(dtype):
             assert _bit_sum(weights) != expected, (place, bit)
             raw[place] ^= 1 << bit
     assert _bit_sum(weights) == expected
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 4])
+@pytest.mark.parametrize("count", [0, 1, 4, 37, 64])
+def test_a_sum_is_that_of_whole_words_and_of_the_bytes_before_and_after_them(first, count):
+    """A shard may be a part of a larger tensor: its first byte is then no word's first."""
+    whole = torch.arange(1, 120, dtype=torch.int16).view(torch.bfloat16)
+    raw = whole.view(torch.uint8).tolist()
+    start, stop = 2 * first, 2 * (first + count)
+    words = [at for at in range(0, len(raw), 8) if start <= at and at + 8 <= stop]
+    alone = {*range(start, stop)} - {at + i for at in words for i in range(8)}
+    expected = sum(int.from_bytes(bytes(raw[at : at + 8]), "little") for at in words)
+    expected += sum(raw[at] for at in alone)
+    assert int(_bit_sum(whole[first : first + count])) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_a_sum_makes_no_copy_of_the_weights(dtype):
+    """At 8B, int64 copies of the embedding alone took 3.9 GiB."""
+    weights = torch.zeros(2**20, dtype=torch.uint8).view(dtype)
+    assert peak_bytes(lambda: _bit_sum(weights)) < 1024
 
 
 def flipped_run(config, at: int | None) -> str:
