@@ -130,6 +130,14 @@ def test_the_last_linear_layer_of_a_block_runs_once(folder):
     assert counts["fsdp_qlora::adapted_linear"] == 14 + 12
 
 
+@pytest.mark.parametrize("policy, again", [("recompute_all", 14), ("keep_linears", 0)])
+def test_norms_of_magnitudes_come_with_products_and_are_kept_with_them(folder, policy, again):
+    """Of DoRA a magnitude needs what down_proj gives, so all 7 layers of 2 blocks run again."""
+    counts = calls(tiny_model(folder, "bnb_dora", policy))
+    assert counts["fsdp_qlora::turned_linear"] == 14 + again
+    assert not counts["fsdp_qlora::adapted_norms"] and not counts["fsdp_qlora::adapted_linear"]
+
+
 @pytest.mark.slow
 def test_a_compiled_block_does_not_run_its_last_linear_layer_again(folder):
     """The same where torch.compile sees the recompute: 7 adapted layers forward, 6 backward."""

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import LoraLinear, apply_adapters, dora, lora_config, trainable_parameters
-from fsdp_qlora.adapters.dora import adapted_norms
+from fsdp_qlora.adapters.dora import adapted_norms, turned_linear
 from fsdp_qlora.adapters.dropout import dropout_seed, dropped
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.config import RunConfig
@@ -20,6 +20,7 @@ from fsdp_qlora.lora_init import init_adapters
 from fsdp_qlora.quantization.formats import FrozenWeight
 from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears, quantize_rows
 
+from .allocations import peak_bytes
 from .test_adapters import (
     ALPHA,
     IDS,
@@ -132,7 +133,10 @@ def test_gradients_equal_finite_differences_of_the_layer_with_its_norm_held(monk
         layer.lora_magnitude_vector["default"],
     ]
     held = dora.norms_of(layer.base_layer, *(p.weight for p in parts[:2]), SCALING, torch.float64)
-    monkeypatch.setattr("fsdp_qlora.adapters.lora.norms_of", lambda *_: held)
+    plain = dora.turned_linear
+    monkeypatch.setattr(
+        "fsdp_qlora.adapters.lora.turned_linear", lambda *args: (plain(*args)[0], held)
+    )
     weights = [part.weight for part in parts]
     for part in parts:
         part._parameters.clear()
@@ -164,6 +168,94 @@ def test_norms_are_made_a_part_at_a_time_and_pass_opcheck(quantized, adapted, mo
     for rows in (1, 3, 10):
         monkeypatch.setattr(dora, "PART_VALUES", rows * 72)
         torch.testing.assert_close(adapted_norms(*args), expected)
+
+
+def whole_norms(dense, a, b) -> torch.Tensor:
+    """|W + scaling B A| of each row, with B A made, in fp64."""
+    return (dense.double() + SCALING * b.double() @ a.double()).norm(dim=1)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "hqq4", ""])
+@pytest.mark.parametrize("share", [0.0, 1e-3, 1.0, 30.0])
+def test_norms_are_those_of_the_whole_weight_however_large_the_change_is(base, share):
+    """share: of |W| that B A has."""
+    weight, absmax = values(O, 192, seed=3), None
+    if base:
+        weight, absmax = quantize_rows(weight, base)
+    dense = FrozenWeight(weight, absmax, 192, base).dense(torch.float32)
+    a, b = values(R, 192, seed=1), values(O, R, seed=2)
+    b *= share * dense.norm() / (SCALING * b @ a).norm()
+    norms = adapted_norms(weight, absmax, a, b, SCALING, 192, base, torch.float32)
+    torch.testing.assert_close(norms.double(), whole_norms(dense, a, b), rtol=1e-6, atol=0)
+
+
+def test_norms_of_rows_that_the_change_nearly_takes_away_keep_four_digits():
+    """A hundredth of a row's square is left, so a rounding of the whole counts a hundred times."""
+    a, b = values(R, 192, seed=1), values(O, R, seed=2)
+    weight = -SCALING * b @ a / 0.9
+    norms = adapted_norms(weight, None, a, b, SCALING, 192, "", torch.float32)
+    torch.testing.assert_close(norms.double(), whole_norms(weight, a, b), rtol=1e-4, atol=0)
+
+
+def test_a_row_that_the_change_takes_away_has_no_norm():
+    a, b = values(R, 192, seed=1), values(O, R, seed=2)
+    norms = adapted_norms(-SCALING * b @ a, None, a, b, SCALING, 192, "", torch.float32)
+    assert norms.isfinite().all() and norms.max() < 1e-2 * (b @ a).norm(dim=1).min()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_gives_its_norms_and_passes_opcheck(dtype, monkeypatch):
+    monkeypatch.setattr(dora, "PART_VALUES", 3 * I)
+    weight, absmax = quantize_rows(values(O, I, seed=3))
+    a, b, x = values(R, I, seed=1), values(O, R, seed=2), values(5, I).to(dtype)
+    xa, token = x @ a.to(dtype).t(), torch.zeros(1, dtype=dtype).expand(5, O)
+    args = token, x, xa, weight, absmax, a, b, SCALING, I, "nf4"
+    torch.library.opcheck(turned_linear, args)
+    y, norms = turned_linear(*args)
+    dense = FrozenWeight(weight, absmax, I, "nf4").dense(torch.float32)
+    exact = x.float() @ (dense + SCALING * b @ a).t()
+    within = 1e-5 if dtype == torch.float32 else 2**-8
+    assert (y.float() - exact).norm() < within * exact.norm()
+    assert y.dtype == dtype and norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), whole_norms(dense, a, b), rtol=within / 2, atol=0)
+
+
+def test_a_layer_makes_its_weight_once_in_each_direction(monkeypatch):
+    """The norms are of the weight that the product has."""
+    layer, made, plain = ours("nf4"), [], FrozenWeight.dense
+    monkeypatch.setattr(FrozenWeight, "dense", lambda w, dtype: made.append(1) or plain(w, dtype))
+    y = layer(values(5, I).requires_grad_())
+    assert len(made) == 1
+    y.sum().backward()
+    assert len(made) == 2
+
+
+def test_norms_copy_a_part_of_the_weight_and_never_make_the_low_rank_product(monkeypatch):
+    monkeypatch.setattr(dora, "PART_VALUES", 8 * 512)
+    weight, a, b = (values(*size).bfloat16() for size in ((512, 512), (R, 512), (512, R)))
+    x, token = values(4, 512).bfloat16(), torch.zeros(1).bfloat16().expand(4, 512)
+    args = token, x, x @ a.t(), weight, None, a.float(), b.float(), SCALING, 512, ""
+    assert peak_bytes(lambda: turned_linear(*args)) < weight.nbytes / 4
+
+
+def test_norms_of_products_in_fp8_are_those_of_the_weight_in_16_bits():
+    exact = all_results(pefts("nf4", bias=True))
+    layer = ours("nf4", bias=True, dtype=torch.bfloat16)
+    layer.product_dtype = "fp8"
+    found = all_results(layer, torch.bfloat16)
+    for name, value in found.items():
+        assert (value.float() - exact[name]).norm() / exact[name].norm() < 0.1, name
+
+
+def test_norms_follow_an_update_of_the_adapter():
+    layer, theirs = ours("nf4"), pefts("nf4")
+    for seed in (21, 22):
+        torch.testing.assert_close(all_results(layer), all_results(theirs), rtol=1e-5, atol=1e-5)
+        for each in (layer, theirs):
+            for part in (each.lora_A, each.lora_B):
+                weight = part["default"].weight
+                weight.data += 0.3 * values(*weight.shape, seed=seed)
+            each.zero_grad()
 
 
 # ---- a model -----------------------------------------------------------------------------------

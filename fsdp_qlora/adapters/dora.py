@@ -4,7 +4,12 @@
 
 arXiv:2402.09353, as PEFT computes it: the norm of each row of weights counts as a constant in
 backward. A norm needs whole rows, and a rank has whole rows whenever it has a weight: in a forward
-FSDP has gathered them, and a shard is some of them. W is made again for the norm, a part at a time.
+FSDP has gathered them, and a shard is some of them.
+
+W is made once for product and norms (`turned_linear`). Where the kernel that unpacks it adds B A, norms
+are those of its rows. Else B A is not made, for of each row
+
+    |W + scaling B A|^2 = |W|^2 + B' . (2 W A^T + B' A A^T), with its B' = scaling B
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R), m (O,), y (N, O)
 """
@@ -18,11 +23,35 @@ from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
 from ..quantization.kernels import can_unpack_adapted, unpack_adapted
+from .lora_ops import product
 
-PART_VALUES = 2**26  # of W that exist at once for a norm: 256 MiB
+PART_VALUES = 2**24  # of W that norms may need a copy of in fp32 at once: 64 MiB
 
 
-# Opaque as the products are, so that torch.compile can't keep a dequantized W.
+# Opaque as the products of LoRA are, so that torch.compile can't keep a dequantized W; and like them
+# in two ops, of which `adapted_inputs` saves what backward needs.
+@torch.library.custom_op("fsdp_qlora::turned_linear", mutates_args=())
+def turned_linear(
+    token: Tensor,
+    x: Tensor,
+    xa: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    in_features: int,
+    quant_type: str,
+) -> tuple[Tensor, Tensor]:
+    """x (W + scaling B A)^T (N, O) given xa = x A^T, and |W + scaling B A| (O,) in fp32 or wider."""
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
+    if can_unpack_adapted(w, b.shape[1], x.dtype):
+        dense = unpack_adapted(w, a, b, scaling)
+        return x @ dense.t(), _norms(dense)
+    y, dense = xa @ (b * scaling).to(x.dtype).t(), w.dense(x.dtype)
+    return y.addmm_(x, dense.t()), _norms(dense, a, b, scaling)
+
+
 @torch.library.custom_op("fsdp_qlora::adapted_norms", mutates_args=())
 def adapted_norms(
     weight: Tensor,
@@ -34,33 +63,63 @@ def adapted_norms(
     quant_type: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """|W + scaling B A| of each row, or |W|: (O,) in fp32 or wider, for a product in `dtype`."""
+    """|W + scaling B A| of each row, or |W|: (O,) in fp32 or wider, for a product in `dtype`.
+
+    Where no product has W dense, as in fp8; W is unpacked a part at a time.
+    """
     w = FrozenWeight(weight, absmax, in_features, quant_type)
-    wide = torch.promote_types(dtype, torch.float32)
-    norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
-    step = max(1, PART_VALUES // in_features)
-    with torch.autocast(weight.device.type, enabled=False):  # it would round the product
-        for start in range(0, len(norms), step):
-            rows = slice(start, start + step)
-            part = _adapted_rows(w.rows(rows), a, None if b is None else b[rows], scaling, dtype)
-            norms[rows] = torch.linalg.vector_norm(part, dim=1)
-    return norms
+    norms = []
+    for rows in _parts(weight.shape[0], in_features):
+        part, its_b = w.rows(rows), None if b is None else b[rows]
+        if a is not None and can_unpack_adapted(w, b.shape[1], dtype):
+            norms.append(_norms(unpack_adapted(part, a, its_b, scaling)))
+        else:
+            norms.append(_norms(part.dense(_wide(dtype)), a, its_b, scaling))
+    return torch.cat(norms)
 
 
-def _adapted_rows(
-    w: FrozenWeight, a: Tensor | None, b: Tensor | None, scaling: float, dtype: torch.dtype
+def _norms(
+    dense: Tensor, a: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0
 ) -> Tensor:
-    """W + scaling B A of some rows, or W, in fp32 or wider."""
-    if a is not None and can_unpack_adapted(w, b.shape[1], dtype):
-        return unpack_adapted(w, a, b, scaling).float()
-    wide = torch.promote_types(dtype, torch.float32)
-    dense = w.dense(wide)
-    return dense if a is None else torch.addmm(dense, b.to(wide), a.to(wide), alpha=scaling)
+    """|W + scaling B A| of each row of a dense W (O, I), or |W|: (O,) in fp32 or wider."""
+    wide = _wide(dense.dtype)
+    norms = torch.empty(len(dense), dtype=wide, device=dense.device)
+    for rows in _parts(*dense.shape):
+        torch.linalg.vector_norm(dense[rows], dim=1, dtype=wide, out=norms[rows])
+    if a is None:
+        return norms
+    with torch.autocast(dense.device.type, enabled=False):  # it would round the products
+        b, a = b.to(wide) * scaling, a.to(wide)
+        across = 2 * product(dense, a.to(dense.dtype).t(), wide) + b @ (a @ a.t())
+    return norms.square_().add_((b * across).sum(1)).clamp_(min=0).sqrt_()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parts(rows: int, in_features: int) -> list[slice]:
+    """Rows in parts of at most PART_VALUES values, or one row; of no rows one part."""
+    step = max(1, PART_VALUES // in_features)
+    return [slice(start, start + step) for start in range(0, max(1, rows), step)]
+
+
+@turned_linear.register_fake
+def _(token, x, xa, weight, absmax, a, b, scaling, in_features, quant_type):
+    norms = x.new_empty(b.shape[0], dtype=_wide(x.dtype))
+    return x.new_empty(x.shape[0], b.shape[0]), norms
 
 
 @adapted_norms.register_fake
 def _(weight, absmax, a, b, scaling, in_features, quant_type, dtype):
-    return weight.new_empty(weight.shape[0], dtype=torch.promote_types(dtype, torch.float32))
+    return weight.new_empty(weight.shape[0], dtype=_wide(dtype))
+
+
+def _token_backward(ctx, dy, _):
+    return dy, *[None] * 9
+
+
+turned_linear.register_autograd(_token_backward)
 
 
 class Magnitude(DoraLinearVariant):

@@ -46,7 +46,7 @@ from ..quantization.quantize import (
     without_gradients,
 )
 from .biases import add_biases_as_computed, check_biases
-from .dora import Magnitude, norms_of
+from .dora import Magnitude, norms_of, turned_linear
 from .dropout import SeededDropout, drop_inputs, dropout_seed
 from .lora_ops import adapted_inputs, adapted_linear
 from .merging import check_can_merge, merge_rows, merges_rows, unmerge_rows
@@ -222,13 +222,19 @@ class LoraLinear(PeftLinear):
     def turned(self, rows: Tensor, name: str, p: float) -> Tensor:
         """DoRA's output (N, O). As in PEFT, what dropout takes away goes through W alone."""
         base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
-        norms = norms_of(base, a, b, self.scaling[name], rows.dtype)
         left = drop_inputs(rows, dropout_seed(rows, a), p) if p else rows
-        y = self.adapted(left, name, with_bias=False) * (
-            self.lora_magnitude_vector[name].weight / norms
-        )
+        w, scale = FrozenWeight.of(base), self.scaling[name]
+        if self.product_dtype:  # unpacks W for itself, so norms need one of their own
+            norms = norms_of(base, a, b, scale, rows.dtype)
+            y = self.adapted(left, name, with_bias=False)
+        else:
+            xa, token = adapted_inputs(
+                left, w.weight, w.absmax, a, b, None, scale, 0.0, *w.form, ""
+            )
+            inputs = left.detach(), xa.detach(), w.weight, w.absmax, a.detach(), b.detach()
+            y, norms = turned_linear(token, *inputs, scale, *w.form)
+        y = y * (self.lora_magnitude_vector[name].weight / norms.detach())
         if p:
-            w = FrozenWeight.of(base)
             y = y + frozen_linear(
                 rows - left, w.weight, w.absmax, None, *w.form, self.product_dtype
             )

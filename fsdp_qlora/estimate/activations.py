@@ -11,8 +11,9 @@ from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..config.run import chunk_tokens
 from ..plan import BYTES, WITHOUT_MASKS, Plan, Runs
-from . import constants, experts
+from . import constants, experts, magnitudes
 from .kinds import mean_of_blocks, most_of_blocks
+from .magnitudes import needs_last_output
 from .vocabulary import trains_head
 from .weights import as_given, most_trained
 
@@ -115,19 +116,8 @@ def _state_saved(shape: ModelShape, plan: Plan) -> float:
 
 
 def _adapter_saved(shape: ModelShape, plan: Plan) -> float:
-    """xA (N, R) of each adapted layer of a block; dropout keeps a seed.
-
-    DoRA also keeps what it scales, (N, out), for the gradient of its magnitudes, and what dropout
-    leaves of the input; a compiled block makes v, gate and up from it again.
-    """
-    kept = 0
-    if plan.adapter.adapter == "dora":
-        sizes = {name: shape.linears()[name] for name in _adapted_names(shape, plan)}
-        again = {"v_proj", "gate_proj", "up_proj"} if plan.loop.compile else ()
-        kept = sum(out for name, (out, _) in sizes.items() if name not in again)
-        if plan.adapter.lora_dropout:
-            kept += sum(wide for _, wide in sizes.values())
-    return rank_products(shape, plan) + plan.batch.tokens * plan.model.product_bytes * kept
+    """xA (N, R) of each adapted layer of a block; dropout keeps a seed. DoRA's magnitudes need more."""
+    return rank_products(shape, plan) + magnitudes.saved_outputs(shape, plan)
 
 
 def rank_products(shape: ModelShape, plan: Plan) -> float:
@@ -159,8 +149,8 @@ def kept_by_block(shape: ModelShape, plan: Plan, policy: str) -> float:
 
     recompute_all, its input; keep_attention, also attention's output and log-sum-exp; keep_linears,
     also what each linear layer gives, with q and k before rotation, and xA. Of a compiled block the
-    partitioner leaves out the output of down_proj, which only a norm after it would need; eager
-    checkpointing keeps whatever the policy names.
+    partitioner leaves out the output of down_proj, which only a norm after it or a magnitude would need;
+    eager checkpointing keeps whatever the policy names.
     """
     row = POLICIES[policy]
     if not row.recomputes:
@@ -172,16 +162,12 @@ def kept_by_block(shape: ModelShape, plan: Plan, policy: str) -> float:
         rows = sum(
             out
             for name, (out, _) in shape.linears().items()
-            if name != last_linear(shape) or not plan.loop.compile or normed_output(shape)
+            if name != last_linear(shape) or not plan.loop.compile or needs_last_output(shape, plan)
         )
         kept += plan.batch.tokens * rows * plan.model.product_bytes + rank_products(shape, plan)
+        kept += magnitudes.kept_norms(shape, plan)
         kept += experts.outputs(shape, plan)
     return kept
-
-
-def normed_output(shape: ModelShape) -> bool:
-    """True if a norm follows down_proj, so that its output is needed in backward."""
-    return shape.traits.output_norm
 
 
 def last_linear(shape: ModelShape) -> str | None:
@@ -242,6 +228,7 @@ def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[flo
     places = [
         (saved, _backward_working(shape, plan, policy)),
         (saved - _saved_at_once(shape, plan, policy), _backward_end(shape, plan)),
+        (saved, _norms_working(shape, plan)),
         *((saved - gone, used) for gone, used in experts.backward_moments(shape, plan, policy)),
     ]
     if tiles > 1:
@@ -261,7 +248,8 @@ def _mlp_half_saved(shape: ModelShape, plan: Plan) -> float:
 def _saved_at_once(shape: ModelShape, plan: Plan, policy: str) -> float:
     """What a block saves, `saved_by_block`, but of an MLP in tiles one tile, and with o_proj's own input."""
     rest = _mlp_saved(shape, plan) * (1 - 1 / plan.memory.tiles(policy))
-    return saved_by_block(shape, plan) - rest + _output_copy(shape, plan, policy)
+    more = _output_copy(shape, plan, policy) + magnitudes.scaled_beside(shape, plan, policy)
+    return saved_by_block(shape, plan) - rest + more
 
 
 def _output_copy(shape: ModelShape, plan: Plan, policy: str) -> float:
@@ -318,7 +306,18 @@ def _backward_working(shape: ModelShape, plan: Plan, policy: str) -> float:
     last = last_linear(shape)
     down = wide + max(dequantized(shape, plan, last) if last else 0.0, dropout)
     product = 0 if plan.loop.compile else (3 - kept) * wide
-    return hidden + own_gradient + max(down, product)
+    # Of gate or up, the gradient before its magnitude beside that after it, eager in fp32.
+    turned = bool(magnitudes.turned_linears(shape, plan)) * (1 if plan.loop.compile else 2) * wide
+    return hidden + own_gradient + turned + max(down, product)
+
+
+def _norms_working(shape: ModelShape, plan: Plan) -> float:
+    """What a block that runs again holds in down_proj, or another layer with a magnitude, for its norms."""
+    sizes = magnitudes.turned_linears(shape, plan)
+    dense = max((dequantized(shape, plan, name) for name in sizes), default=0.0)
+    # With what it gives, and the gradient of the block's output.
+    rows = 2 * plan.batch.tokens * shape.hidden * plan.model.product_bytes
+    return dense + magnitudes.norm_copies(shape, plan) + rows * bool(sizes)
 
 
 def _backward_end(shape: ModelShape, plan: Plan) -> float:

@@ -9,8 +9,9 @@ from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..plan import Plan
 from . import experts
-from .activations import KEPT_ATTENTION, last_linear, normed_output
+from .activations import KEPT_ATTENTION, last_linear
 from .kinds import mean_of_blocks
+from .magnitudes import needs_last_output, second_products
 from .vocabulary import trains_head
 from .weights import as_given, trained_share
 
@@ -55,8 +56,9 @@ def flops_per_token(shape: ModelShape, plan: Plan) -> Flops:
     blocks = sum(count for policy, count in counts.items() if _reruns_attention(plan, policy))
     of_head = (6 if trains_head(shape, plan) else 4) * head
     trained = 2 * linears * shape.new_blocks / shape.layers  # dW of Llama-Pro's blocks
+    second = 4 * shape.layers * _second_weights(shape, plan)
     return Flops(
-        linears=each * linears + trained + of_head,
+        linears=each * linears + trained + second + of_head,
         head=of_head,
         adapters=6 * adapters,
         attention=3.5 * attention,
@@ -73,14 +75,18 @@ def rerun_linears(shape: ModelShape, plan: Plan, policy: str) -> dict[str, tuple
     """
     if POLICIES[policy].keeps_linears:
         return {}
-    last_too = normed_output(shape) or (
-        plan.adapter.adapter == "dora" and last_linear(shape) in adapted_linears(shape, plan)
-    )
+    last_too = needs_last_output(shape, plan)
     return {
         name: size
         for name, size in shape.linears().items()
         if name != last_linear(shape) or last_too
     }
+
+
+@mean_of_blocks
+def _second_weights(shape: ModelShape, plan: Plan) -> int:
+    """Weights of a block that DoRA multiplies twice, under dropout."""
+    return sum(out * wide for out, wide in second_products(shape, plan).values())
 
 
 @mean_of_blocks
@@ -90,6 +96,11 @@ def rerun_weights(shape: ModelShape, plan: Plan, policy: str) -> int:
     if not POLICIES[policy].recomputes:
         return 0
     weights = sum(out * wide for out, wide in again.values())
+    weights += sum(
+        out * wide
+        for name, (out, wide) in second_products(shape, plan).items()
+        if name in again and (name != last_linear(shape) or shape.traits.output_norm)
+    )
     weights += experts.rerun_weights(shape, plan, policy)
     if not again:
         return weights

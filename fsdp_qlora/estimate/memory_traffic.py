@@ -15,13 +15,13 @@ from ..plan import Plan
 from . import constants, experts
 from .flops import adapted_linears, rerun_linears
 from .kinds import mean_of_blocks
+from .magnitudes import second_products, turned_linears
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
 
 _MERGED_RANK = (
     128  # the largest of adapters that are added while W is unpacked (quantization/kernels.py)
 )
 _DENSE_TO_FP8 = 5  # bytes per weight: a 16-bit base is read for the rows' scales, and again
-_DORA_NORMS = 10  # bytes per weight, on top of unpacking: to fp32, and read for the norm
 
 
 def form(plan: Plan, rank: int) -> str:
@@ -30,14 +30,16 @@ def form(plan: Plan, rank: int) -> str:
         return "joined"
     has_kernels = plan.quantization.quant != "none" and FORMATS[plan.quantization.quant].has_kernels
     fits = has_kernels and rank <= _MERGED_RANK and plan.model.product_bytes == 2
-    return "merged" if fits and not plan.adapter.lora_dropout else "added"
+    drops_within = plan.adapter.lora_dropout and plan.adapter.adapter != "dora"
+    return "merged" if fits and not drops_within else "added"
 
 
 @mean_of_blocks
 def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Bytes of a block's norms with residuals, rotation, gate and dropout: forward and backward.
 
-    Fused where compiled, one pass per operation where eager. DoRA scales each output.
+    Fused where compiled, one pass per operation where eager. DoRA scales each output, and with dropout
+    has a second product for what is dropped.
     """
     d, i, norms = shape.hidden, shape.mlp_width, shape.norms / 2
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
@@ -55,6 +57,9 @@ def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     if plan.adapter.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out
+        if plan.adapter.lora_dropout:  # x in what stays and what goes, and dX of both
+            wide = sum(w for _, w in adapted)
+            forward, backward = forward + 5 * wide + 2 * out, backward + 5 * wide
     each, rows = plan.batch.tokens * plan.model.product_bytes, experts.row_traffic(shape, plan)
     return each * forward + rows[0], each * backward + rows[1]
 
@@ -165,24 +170,45 @@ def _unpack_bytes(plan: Plan, rank: int) -> float:
     fp8 = plan.quantization.compute_dtype == "fp8"
     if plan.quantization.quant == "none":
         return _DENSE_TO_FP8 if fp8 else 0.0
-    packed = packed_bits(plan.quantization.quant) / 8 + scale_bytes(1, plan) / BLOCKSIZE
     if fp8:
-        return (packed + 1) / constants.FP8_UNPACK_SHARE
+        return (_packed_bytes(plan) + 1) / constants.FP8_UNPACK_SHARE
     merged = rank and form(plan, rank) == "merged"
     share = constants.MERGE_SHARE if merged else constants.UNPACK_SHARE
-    return (packed + plan.model.product_bytes) / share
+    return (_packed_bytes(plan) + plan.model.product_bytes) / share
+
+
+def _packed_bytes(plan: Plan) -> float:
+    """Of a weight in few bits and its share of a scale."""
+    return packed_bits(plan.quantization.quant) / 8 + scale_bytes(1, plan) / BLOCKSIZE
+
+
+@mean_of_blocks
+def magnitude_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
+    """Bytes of a block's weights that DoRA moves more than LoRA: forward and backward.
+
+    For the norms, and for the second product that it has under dropout.
+    """
+    second = sum(
+        out * wide * _unpack_bytes(plan, 0) for out, wide in second_products(shape, plan).values()
+    )
+    return norm_traffic(shape, plan) + second, second
 
 
 @mean_of_blocks
 def norm_traffic(shape: ModelShape, plan: Plan) -> float:
-    """Bytes to make a block's weights again for the norms of DoRA, in each forward."""
-    if plan.adapter.adapter != "dora":
-        return 0.0
-    unpack = unpack_traffic(shape, plan)
-    return sum(
-        unpack[name] + _DORA_NORMS * out * wide
-        for name, (out, wide) in adapted_linears(shape, plan).items()
-    )
+    """Bytes that the norms of DoRA take in each forward.
+
+    W as its product has it is read again: once with B A in it, else once more for W A^T. A product in fp8
+    has none, so W is unpacked for them.
+    """
+    found, in_16_bits = 0.0, plan.change(compute_dtype="auto")
+    for name, (out, wide) in turned_linears(shape, plan).items():
+        rank = plan.adapter.rank(name)
+        reads = 1 if form(in_16_bits, rank) == "merged" else 2
+        found += out * wide * reads * plan.model.product_bytes
+        if plan.quantization.compute_dtype == "fp8":
+            found += out * wide * _unpack_bytes(in_16_bits, rank)
+    return found
 
 
 @mean_of_blocks
@@ -197,9 +223,13 @@ def rerun_traffic(shape: ModelShape, plan: Plan, policy: str) -> dict[str, float
     quantize, unpack = quantize_traffic(shape, plan), unpack_traffic(shape, plan)
     again_too = (*again, *experts.rerun_linears(shape, plan, policy))
     moved = activation_traffic(shape, plan)[0] - experts.not_summed_again(shape, plan, policy)
+    kept = POLICIES[policy].keeps_linears  # norms too, but of fp8
+    turned = magnitude_traffic(shape, plan)[0] if not kept else 0.0
+    if kept and plan.quantization.compute_dtype == "fp8":
+        turned = norm_traffic(shape, plan)
     return dict(
         activations=moved,
         adapters=adapter_traffic(shape, plan)[0] if again else 0.0,
-        unpack=sum(unpack[name] for name in again_too) + norm_traffic(shape, plan),
+        unpack=sum(unpack[name] for name in again_too) + turned,
         quantize=sum(quantize[name][0] for name in again_too if quantize),
     )

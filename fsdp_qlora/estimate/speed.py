@@ -23,7 +23,7 @@ from .kinds import mean_of_blocks
 from .memory_traffic import (
     activation_traffic,
     adapter_traffic,
-    norm_traffic,
+    magnitude_traffic,
     quantize_traffic,
     rerun_traffic,
     tile_traffic,
@@ -135,7 +135,9 @@ def compute_parts(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, float]:
         + _rerun_seconds(shape, gpu, plan),
         activations=layers * sum(activation_traffic(shape, plan)) / (copies * constants.COPY_SHARE)
         + layers * routings(shape, plan) * constants.ROUTING_SECONDS,
-        dequantization=(layers * (2 * sum(unpack.values()) + norm_traffic(shape, plan)) + tiles)
+        dequantization=(
+            layers * (2 * sum(unpack.values()) + sum(magnitude_traffic(shape, plan))) + tiles
+        )
         / copies
         * _unpack_slowdown(gpu),
         quantization=layers * sum(map(sum, quantize_traffic(shape, plan).values())) / copies,

@@ -49,6 +49,7 @@ _ATTENTION_OPS = {
 _LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_linear.default,
     torch.ops.fsdp_qlora.adapted_inputs.default,
+    torch.ops.fsdp_qlora.turned_linear.default,
     torch.ops.fsdp_qlora.frozen_linear.default,
     torch.ops.fsdp_qlora.grouped_linear.default,
     torch.ops.fsdp_qlora.adapted_experts.default,
