@@ -230,6 +230,29 @@ def test_a_layer_makes_its_weight_once_in_each_direction(monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("product_dtype", ["", "fp8"])
+def test_where_a_kernel_unpacks_the_whole_sum_norms_are_those_of_its_rows(
+    product_dtype, monkeypatch
+):
+    """As on a GPU: W + scaling B A in bf16, made once for product and norms."""
+    made = []
+
+    def unpacked(w, a, b, scaling):
+        made.append(len(w.weight))
+        return torch.addmm(w.dense(torch.float32), b, a, alpha=scaling).bfloat16()
+
+    monkeypatch.setattr(dora, "can_unpack_adapted", lambda w, rank, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(dora, "unpack_adapted", unpacked)
+    monkeypatch.setattr(dora, "PART_VALUES", O // 3 * I)
+    layer = ours("nf4", bias=True, dtype=torch.bfloat16)
+    layer.product_dtype = product_dtype
+    found, exact = all_results(layer, torch.bfloat16), all_results(pefts("nf4", bias=True))
+    for name, value in found.items():
+        within = 0.1 if product_dtype else 2**-6
+        assert (value.float() - exact[name]).norm() / exact[name].norm() < within, name
+    assert made == ([O // 3] * 3 if product_dtype else [O])
+
+
 def test_norms_copy_a_part_of_the_weight_and_never_make_the_low_rank_product(monkeypatch):
     monkeypatch.setattr(dora, "PART_VALUES", 8 * 512)
     weight, a, b = (values(*size).bfloat16() for size in ((512, 512), (R, 512), (512, R)))

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
-from fsdp_qlora.adapters.dora import adapted_norms
+from fsdp_qlora.adapters.dora import adapted_norms, turned_linear
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.lora_init import init_adapters
 from fsdp_qlora.quantization.quantize import quantize_linears
-from tests.gpu.test_adapted_products import SCALING, SHAPES, layer
+from tests.gpu.test_adapted_products import SCALING, SHAPES, error, layer
 from tests.test_shared_inputs import gradients
 from tests.tiny import save_tiny
 
@@ -31,6 +31,33 @@ def test_norms_of_bf16_products_are_those_of_the_fp32_weight(rows, inputs):
     norms = adapted_norms(packed, absmax, a, b, SCALING, inputs, "nf4", torch.bfloat16)
     assert norms.dtype == torch.float32
     torch.testing.assert_close(norms, whole.norm(dim=1), rtol=2**-9, atol=0)
+
+
+@pytest.mark.parametrize("rows, inputs", SHAPES)
+def test_a_product_gives_the_norms_of_the_weight_that_it_unpacks(rows, inputs):
+    x, packed, absmax, a, b, _, whole = layer(rows, inputs)
+    token, xa = x.new_zeros(1).expand(len(x), rows), x @ a.bfloat16().t()
+    y, norms = turned_linear(token, x, xa, packed, absmax, a, b, SCALING, inputs, "nf4")
+    assert error(y, x.float() @ whole.t()) < 2**-7
+    torch.testing.assert_close(norms, whole.norm(dim=1), rtol=2**-9, atol=0)
+    dense = whole - SCALING * b @ a
+    plain = dense.bfloat16()
+    y, norms = turned_linear(token, x, xa, plain, None, a, b, SCALING, inputs, "")
+    assert error(y, x.float() @ whole.t()) < 2**-7
+    torch.testing.assert_close(norms, whole.norm(dim=1), rtol=2**-8, atol=0)
+
+
+def test_norms_of_16_bit_weights_have_no_copy_of_them_in_fp32():
+    """torch's kernel reads them as they are; the estimate counts a part of 64 MiB."""
+    weight, x = torch.randn(4096, 4096, device="cuda").bfloat16(), torch.zeros(8, 4096).cuda()
+    a, b = torch.randn(16, 4096, device="cuda"), torch.randn(4096, 16, device="cuda")
+    x, xa = x.bfloat16(), torch.zeros(8, 16, device="cuda").bfloat16()
+    args = x.new_zeros(1).expand(8, 4096), x, xa, weight, None, a, b, SCALING, 4096, ""
+    turned_linear(*args)  # cuBLAS takes its workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    turned_linear(*args)
+    assert torch.cuda.max_memory_allocated() - before < weight.nbytes / 4
 
 
 @pytest.mark.parametrize("quantized", [False, True])
