@@ -185,17 +185,18 @@ def test_what_is_alive_at_the_peak_is_counted_by_the_line_that_made_it():
     assert list(sizes.values()) == [10, 40] and list(counts.values()) == [1, 2]
 
 
-def test_what_is_measured_on_several_gpus_exists():
+def test_what_is_measured_in_stages_exists():
     from speed_rows import chosen
 
     from fsdp_qlora.bench.grid import read_grid
 
     stages = {
+        1: "auto packed dpo recipes adapted long mixtures hybrids tests",
         2: "tests checkpoints replayed memory auto shared packed trl experts",
         4: "replayed loading shared packed strategies experts",
     }
     for gpus, names in stages.items():
-        command = [ROOT / "benchmarks/several_gpus.sh", str(gpus), "rows", *names.split()]
+        command = [ROOT / "benchmarks/stages.sh", str(gpus), "rows", *names.split()]
         lines = subprocess.run(
             command, env=os.environ | {"ECHO": "echo"}, capture_output=True, text=True, check=True
         ).stdout.splitlines()
