@@ -26,6 +26,7 @@ ORDER = [
     "report",
     "rank_store",
     "dist",
+    "own_forward",
     "quantization",
     "experts",
     "model",

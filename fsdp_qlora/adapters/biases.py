@@ -6,11 +6,10 @@ the dtype of what they are added to. Linear layers of this project do that thems
 
 from __future__ import annotations
 
-from functools import partial
-
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from ..own_forward import compute_by
 from ..quantization.quantize import FrozenLinear, QuantLinear
 
 
@@ -40,18 +39,15 @@ def add_biases_as_computed(model: nn.Module):
     for module in model.modules():
         if not _has_trained_bias(module) or isinstance(module, (QuantLinear, FrozenLinear)):
             continue
-        if module.weight.dtype != module.bias.dtype:
-            module.forward = partial(
-                linear if isinstance(module, nn.Linear) else _layer_norm, module
-            )
+        if module.weight.dtype == module.bias.dtype:
+            continue
+        if isinstance(module, nn.Linear):
+            module.__class__ = FrozenLinear
+        else:
+            compute_by(module, _layer_norm)
 
 
-def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """x W^T + bias in W's dtype."""
-    return nn.functional.linear(x, layer.weight, layer.bias.to(layer.weight.dtype))
-
-
-def _layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+def _layer_norm(layer: nn.LayerNorm, own, x: Tensor) -> Tensor:
     """The norm of x in its weight's dtype."""
     bias = layer.bias.to(layer.weight.dtype)
     return nn.functional.layer_norm(x, layer.normalized_shape, layer.weight, bias, layer.eps)

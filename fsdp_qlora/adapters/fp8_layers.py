@@ -29,7 +29,7 @@ def apply_fp8(model: nn.Module, device: torch.device) -> int:
         m
         for block in decoder_blocks(model)
         for m in block.modules()
-        if isinstance(m, (LoraLinear, QuantLinear)) or type(m) is nn.Linear
+        if isinstance(m, (LoraLinear, QuantLinear, FrozenLinear)) or type(m) is nn.Linear
     ]
     layers = [
         m

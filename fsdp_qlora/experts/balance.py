@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
+from ..own_forward import compute_by
+
 _NUMBERS = itertools.count()
 _BALANCES: WeakValueDictionary[int, RouterBalance] = WeakValueDictionary()
 
@@ -126,8 +128,8 @@ def apply_router_balance(causal: nn.Module, coefficient: float) -> RouterBalance
     balance = RouterBalance(coefficient, causal.config.get_text_config().num_experts_per_tok)
     for name, module in causal.named_modules():
         if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
-            forward = module.forward
-            module.forward = partial(_routed, forward, recorder.index, balance.number)
+            module.balanced_by = balance.number, recorder.index
+            compute_by(module, _routed)
     causal.forward = partial(_balanced_forward, causal, causal.forward, balance)
     return balance
 
@@ -153,9 +155,9 @@ def _router_recorder(causal: nn.Module) -> OutputRecorder | None:
     return found if isinstance(found, OutputRecorder) else None
 
 
-def _routed(forward, index: int, number: int, *args, **kwargs):
+def _routed(router: nn.Module, own, *args, **kwargs):
     """A router's forward, whose scores carry the gradient of the balance to its logits."""
-    given = forward(*args, **kwargs)
+    given, (number, index) = own(router, *args, **kwargs), router.balanced_by
     if isinstance(given, Tensor):
         return _balanced(given, given, number)
     scores = next(

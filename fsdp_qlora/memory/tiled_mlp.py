@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..adapters.lora import LoraLinear
 from ..choices import POLICIES
 from ..model.blocks import base_model, decoder_blocks, has_experts, mlp_of
+from ..own_forward import compute_by
 
 
 class _TiledMlp:
@@ -87,7 +87,7 @@ def apply_tiled_mlp(model: nn.Module, tiles: int, policies: list[str]) -> nn.Mod
         if not POLICIES[policy].reruns_mlp:
             continue
         mlp.tiled = _TiledMlp(mlp, tiles, width, dtype)
-        mlp.__class__ = _in_tiles_class(type(mlp))
+        compute_by(mlp, _computed_in_tiles)
     if any(mlp.drops for mlp in tiled_mlps(model)):
         causal.register_forward_pre_hook(lambda *_: _draw_seeds(model))
     return model
@@ -101,14 +101,6 @@ def check_mlps(model: nn.Module, tiles: int):
                 f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP module that "
                 "treats each token alone; leave it out"
             )
-
-
-@cache
-def _in_tiles_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """An MLP's class with a forward in tiles. A class, since torch.compile would make a graph for each
-    block whose MLP has a forward of its own.
-    """
-    return type(f"Tiled{kind.__name__}", (kind,), dict(forward=_tiled_forward))
 
 
 def tiled_mlps(model: nn.Module) -> list[_TiledMlp]:
@@ -148,7 +140,7 @@ def _last_layer(mlp: nn.Module, width: int, dtype: torch.dtype) -> LoraLinear | 
     return next((layer for layer, y in seen if y is out), None)
 
 
-def _tiled_forward(module: nn.Module, x: Tensor) -> Tensor:
+def _computed_in_tiles(module: nn.Module, own, x: Tensor) -> Tensor:
     """The MLP of x (B, T, D), in tiles."""
     mlp, kind = module.tiled, x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -20,6 +20,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from ..own_forward import compute_by
+
 _SHORTEST = 16  # tokens; rows that are shorter go with those of this length
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
 # Versions that give gated delta nets wrong gradients on Hopper, but for kernels of tilelang's
@@ -103,7 +105,12 @@ def leave_uncompiled(model: nn.Module):
     """
     for mixer in row_mixers(model).values():
         if any(part in type(mixer).__name__ for part in _BY_CHUNKS):
-            mixer.forward = torch.compiler.disable(mixer.forward)
+            compute_by(mixer, _left_uncompiled)
+
+
+@torch.compiler.disable
+def _left_uncompiled(mixer: nn.Module, own, *args, **kwargs):
+    return own(mixer, *args, **kwargs)
 
 
 def mix_rows_apart(model: nn.Module):
@@ -111,7 +118,8 @@ def mix_rows_apart(model: nn.Module):
     borders = Borders()
     model.get_decoder().register_forward_pre_hook(partial(_begin, borders), with_kwargs=True)
     for mixer in row_mixers(model).values():
-        mixer.forward = partial(_mix, borders, mixer.forward)
+        mixer.row_borders = borders
+        compute_by(mixer, _mix)
 
 
 def _begin(borders: Borders, decoder: nn.Module, args: tuple, kwargs: dict):
@@ -119,10 +127,11 @@ def _begin(borders: Borders, decoder: nn.Module, args: tuple, kwargs: dict):
 
 
 @torch.compiler.disable
-def _mix(borders: Borders, forward, hidden_states: Tensor, *args, **kwargs):
+def _mix(mixer: nn.Module, own, hidden_states: Tensor, *args, **kwargs):
     """A mixer's forward of hidden states (B, T, D), row by row: what it gives of (B, T, D)."""
+    borders: Borders = mixer.row_borders
     if not borders.groups:
-        return forward(hidden_states, *args, **kwargs)
+        return own(mixer, hidden_states, *args, **kwargs)
     kwargs |= {name: None for name in _OF_THE_LINE if name in kwargs}
     line = hidden_states.flatten(0, 1)
 
@@ -132,7 +141,8 @@ def _mix(borders: Borders, forward, hidden_states: Tensor, *args, **kwargs):
         return value.flatten(0, 1)[rows.index] if per_token else value
 
     made = [
-        forward(
+        own(
+            mixer,
             line[rows.index] * rows.inside,
             *(of_rows(value, rows) for value in args),
             **{name: of_rows(value, rows) for name, value in kwargs.items()},

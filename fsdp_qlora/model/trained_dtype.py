@@ -6,10 +6,10 @@ In fp32 an update is not lost that is below half a step of the weight's bf16; pr
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
+
+from ..own_forward import compute_by
 
 
 def train_in(module: nn.Module, dtype: torch.dtype):
@@ -23,17 +23,17 @@ def train_in(module: nn.Module, dtype: torch.dtype):
             continue
         part.compute_dtype = own[0].dtype
         if own[0].dtype != dtype:
-            part.forward = partial(_computed, part, part.forward)
+            compute_by(part, _computed)
     for p in module.parameters():
         p.requires_grad_()
         p.data = p.data.to(dtype)
 
 
-def _computed(layer: nn.Module, forward, x: Tensor):
+def _computed(layer: nn.Module, own, x: Tensor):
     """The output of a layer whose weights are in another dtype than its compute dtype, in the latter."""
     if isinstance(layer, nn.Linear):
         weight, bias = (t if t is None else t.to(x.dtype) for t in (layer.weight, layer.bias))
         return nn.functional.linear(x, weight, bias)
     with torch.autocast(x.device.type, layer.compute_dtype):
-        out = forward(x)  # the router of a mixture
+        out = own(layer, x)  # the router of a mixture
     return out.to(layer.compute_dtype) if isinstance(out, Tensor) else out
