@@ -41,6 +41,7 @@ from .memory.tiled_mlp import apply_tiled_mlp, tiled_mlps
 from .model.attention import choose_attention
 from .model.attention_kernels import apply_attention_tiles
 from .model.autocast import apply_autocast
+from .model.block_kinds import num_block_kinds
 from .model.blocks import base_model, block_list, decoder_blocks, final_norm
 from .model.packing_probe import keep_rows_apart
 from .model.row_mixers import leave_uncompiled
@@ -181,6 +182,9 @@ def attention(
     )
 
 
+_GRAPHS_OF_A_KIND = 8  # torch's own limit for a function
+
+
 def compile_blocks(model: nn.Module, dynamic: bool = False):
     """torch.compile each decoder block's forward and the norm after them, in place.
 
@@ -192,6 +196,10 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     # Else the integers of modules that FSDP owns (head_dim, in_features) are symbols under `dynamic`, and
     # shapes are terms of them: twice the time to compile. Those of other modules are constants anyway.
     torch._dynamo.config.skip_fsdp_guards = False
+    # To torch, blocks under an activation policy are one function, which it runs eager after so many graphs:
+    # with and without autograd, a gradient of the input, or sizes that may change.
+    limit = _GRAPHS_OF_A_KIND * num_block_kinds(model)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     compiled = partial(torch.compile, dynamic=dynamic or None)
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for mlp in tiled_mlps(model):

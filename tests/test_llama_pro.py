@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from fsdp_qlora.build import planned_model
+from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.llama_pro import _folder_counts, expanded_shape, expansion, expansion_of
 from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
@@ -12,11 +15,14 @@ from fsdp_qlora.estimate import (
     estimate,
     gathered,
     memory,
+    model_flops_per_token,
     optimizer_bytes,
 )
 from fsdp_qlora.estimate.weights import all_trained, widest_block
+from fsdp_qlora.observe import throughput
 from fsdp_qlora.plan import draft_plan
 from tests.estimates import H100, LLAMA_8B
+from tests.tiny import save_tiny
 
 
 def new_ids_of_the_original_script(before: int, after: int) -> list[int]:
@@ -87,3 +93,24 @@ def test_the_estimate_counts_new_blocks_as_trained_and_whole():
     assert found.memory.peak_allocated > qlora.peak_allocated
     plain = estimate(LLAMA_8B, Machine(gpu=H100, gpus=4, memory_gib=79), RunConfig())
     assert found.step.total > 1.05 * plain.step.total
+
+
+def test_a_run_expects_the_memory_time_and_flops_of_its_new_blocks(tmp_path, monkeypatch):
+    """Its model has them already: they are neither forgotten nor added once more."""
+    monkeypatch.setattr(throughput, "gpu_of", lambda device: H100)
+    folder, cpu = save_tiny(tmp_path, num_hidden_layers=8, vocab_size=128), torch.device("cpu")
+    for blocks in (2, 8):
+        config = RunConfig(
+            model_name=folder,
+            train_type="bnb_llama_pro",
+            llama_pro_blocks=blocks,
+            context_length=64,
+        )
+        plan, (model, _) = draft_plan(config, 1), planned_model(config, cpu)
+        found = throughput.predicted(config, plan, model, cpu)
+        wanted = estimate(model_shape(folder), Machine(gpu=H100, gpus=1, memory_gib=79), config)
+        assert found["peak_allocated_gib"] == pytest.approx(wanted.memory.peak_allocated)
+        assert found["seconds_per_step"] == pytest.approx(wanted.step.total)
+        one = throughput.arithmetic(plan, model, cpu).of_step(64, 1, 1.0)["model_tflops_per_gpu"]
+        shape = expanded_shape(model_shape(folder), config)
+        assert one == pytest.approx(model_flops_per_token(shape, plan) * 64 / 1e12)

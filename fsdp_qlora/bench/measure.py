@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..choices import OPTIMIZERS
 from ..config import RunConfig
 from ..dist import all_reduce, ranks_from_env
-from ..observe.compilations import say_graph_breaks
+from ..observe.compilations import say_what_runs_eager
 from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import PeakMemory, peak_resident_bytes
 from ..plan import Plan
@@ -185,9 +185,9 @@ def _measure_steps(
         result = one(micro_batches)
         if number == 0:
             row.loss_first = result.loss
-            say_graph_breaks()
         if number >= len(warmup):
             timer.step_done()
+        say_what_runs_eager()
         limit.check()
     row.loss_last = result.loss
     record_time(row, [seconds / cut for seconds in timer.seconds()], tokens)

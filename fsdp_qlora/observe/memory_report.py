@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -18,16 +17,16 @@ from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
 from ..adapters.fp8_layers import cached_fp8_tensors
-from ..catalog.arch import shape_from_config
 from ..config import RunConfig
 from ..config.settings import shown
 from ..data import Step
 from ..dist import local_rows, print_main, ranks_from_env
 from ..estimate import Memory, memory
-from ..model.blocks import base_model, decoder_blocks
+from ..model.blocks import base_model
 from ..plan import Plan
 from ..planner import savings
 from .memory_timeline import PARTS, Timeline, draw, timeline
+from .throughput import shape_of
 
 _RECORDED_STEP = 2
 GIB = 2**30
@@ -166,11 +165,7 @@ def _standing_tensors(
 
 def estimated(plan: Plan, model: nn.Module) -> Memory:
     """What the estimate says of this run."""
-    shape = shape_from_config(base_model(model).config.to_dict())
-    if plan.adapter.adapter == "llama_pro":
-        new = [b for b in decoder_blocks(model) if all(p.requires_grad for p in b.parameters())]
-        shape = replace(shape, new_blocks=len(new))
-    return memory(shape, plan)
+    return memory(shape_of(model, plan), plan)
 
 
 def _by_part(estimate: Memory) -> dict[str, float]:

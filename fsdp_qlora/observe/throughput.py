@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from ..catalog.arch import shape_from_config
+from ..catalog.arch import ModelShape, shape_from_config
 from ..config import RunConfig
 from ..dist import ranks_from_env
 from ..estimate import (
@@ -25,7 +25,7 @@ from ..estimate import (
     model_flops_per_token,
     step_seconds,
 )
-from ..model.blocks import base_model
+from ..model.blocks import base_model, decoder_blocks
 from ..plan import Plan
 from ..run_plan import gpu_of
 from .metrics import Record, StepMetrics
@@ -52,10 +52,22 @@ class Arithmetic:
         )
 
 
+def shape_of(model: nn.Module, plan: Plan) -> ModelShape:
+    """The shape of a run's model, in which Llama-Pro's new blocks are there already.
+
+    Raises ValueError for a model whose shape can't be told.
+    """
+    shape = shape_from_config(base_model(model).config.to_dict())
+    if plan.adapter.adapter == "llama_pro":
+        new = [b for b in decoder_blocks(model) if all(p.requires_grad for p in b.parameters())]
+        shape = replace(shape, new_blocks=len(new))
+    return shape
+
+
 def arithmetic(plan: Plan, model: nn.Module, device: torch.device) -> Arithmetic | None:
     """The FLOPs of a run's tokens; None for a model whose shape can't be told."""
     try:
-        shape = shape_from_config(base_model(model).config.to_dict())
+        shape = shape_of(model, plan)
     except ValueError:
         return None
     ranks, gpu = plan.sharding.world_size, gpu_of(device)
@@ -76,7 +88,7 @@ def predicted(
     """
     ranks = plan.sharding.world_size
     try:
-        shape = shape_from_config(base_model(model).config.to_dict())
+        shape = shape_of(model, plan)
         gpu = gpu_of(device)
         found = dict(peak_allocated_gib=memory(shape, plan).peak_allocated)
         if gpu is None:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..build import on_host, sharded_model
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.known_models import is_known, known_config
+from ..catalog.llama_pro import expanded_shape
 from ..config import RunConfig
 from ..dist import simulated_world
 from ..estimate.collectives import Moved, step_collectives
@@ -88,7 +89,7 @@ def simulate(config: RunConfig, world_size: int, nodes: int = 1) -> Simulated:
         value_bytes = _value_bytes(full)
         asked = replace(config, model_name=_folder_of(full, Path(folder, "whole")))
         plan = plan_run(asked, torch.device("cpu"))
-        shape = shape_from_config(full, config.model_name)
+        shape = expanded_shape(shape_from_config(full, config.model_name), config)
         if _all_alike(shape, plan):
             few, more = (
                 _counted(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..observe.compilations import compiled_graphs, say_graph_breaks
+from ..observe.compilations import compiled_graphs, say_what_runs_eager
 from ..observe.device_timer import mark, seconds_between
 from ..observe.metrics import StepMetrics
 from ..observe.runlog import RunLog
@@ -58,7 +58,7 @@ class LaggedLog:
             metrics = replace(metrics, **self.arithmetic.of_step(tokens, rows, seconds))
         self.pending = None
         self.log.log(metrics)
-        say_graph_breaks()
+        say_what_runs_eager()
         self.was_read(metrics)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from fsdp_qlora.observe.compilations import say_graph_breaks
+from fsdp_qlora.observe.compilations import say_what_runs_eager
 from tests.distributed.test_command_line import call
 from tests.families import FAMILIES, MOE_FAMILIES, NEWER_FAMILIES, SIZES
 from tests.parts import rest, slow
@@ -210,10 +210,10 @@ def test_code_that_torch_does_not_compile_is_said_once(capsys):
     counters = torch._dynamo.utils.counters
     counters.clear()
     torch.compile(lambda x: x * len(x), backend="eager", dynamic=True)(torch.ones(4))
-    say_graph_breaks()
+    say_what_runs_eager()
     assert "compile" not in capsys.readouterr().out
     torch.compile(lambda x: x * math.lcm(len(x), 3), backend="eager", dynamic=True)(torch.ones(4))
     for _ in range(2):
-        say_graph_breaks()
+        say_what_runs_eager()
     assert capsys.readouterr().out.count("warning: torch.compile can't compile all") == 1
     counters.clear()
