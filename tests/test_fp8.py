@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from fsdp_qlora import apply_adapters, lora_config
+from fsdp_qlora.adapters import apply_fp8
 from fsdp_qlora.adapters.fp8_layers import cached_fp8_tensors
 from fsdp_qlora.adapters.lora_ops import shared_fp8_linears, shared_frozen_backward
 from fsdp_qlora.build import build_model
@@ -347,3 +350,21 @@ def test_layers_without_an_adapter_are_multiplied_in_fp8_too(tmp_path, train_typ
                 [p.grad.flatten() for p in trainable_parameters(model).values()]
             )
     assert 1e-4 < relative(found["fp8"], found["bf16"]) < 8 * ROUNDING
+
+
+def test_a_layer_whose_bias_is_trained_multiplies_in_fp8_as_one_whose_bias_is_not(tmp_path):
+    """Biases in fp32 beside bf16 weights, added after the product."""
+    folder, rows, found = save_tiny(tmp_path, "qwen2"), torch.randn(2, 8, 64).bfloat16(), []
+    for bias in ("none", "all"):
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        config = lora_config(rank=4, target_modules=["o_proj"], bias=bias)
+        model = apply_adapters(base, config, torch.float32)
+        layer = model.get_base_model().model.layers[0].self_attn.k_proj
+        exact = layer(rows)
+        found.append((apply_fp8(model, torch.device("cpu")), layer(rows)))
+        assert layer.bias.requires_grad == (bias == "all")
+        assert 1e-3 < relative(found[-1][1], exact) < ROUNDING
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=2**-7, atol=2**-7)
+    found[1][1].sum().backward()
+    assert layer.bias.grad.dtype == torch.float32 and (layer.bias.grad == 16).all()

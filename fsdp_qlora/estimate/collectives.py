@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape
+from ..catalog.llama_pro import expansion
 from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES
 from ..plan import BYTES, Plan
 from .vocabulary import embeddings_by_rows, trains_head, travelling_rows
@@ -23,6 +24,7 @@ from .weights import (
     embedding_weights,
     gathered,
     linear_weights,
+    plan_of_new_blocks,
     root_weights,
     trained_bytes,
     trained_tensors,
@@ -40,7 +42,7 @@ class Moved:
 def step_collectives(shape: ModelShape, plan: Plan) -> dict[str, Moved]:
     """By collective, what one rank takes part in during one optimizer step; empty on one rank.
 
-    Of equal blocks, all of them adapted. What ranks that share rows exchange is not in it.
+    Of equal blocks, all of them adapted, or Llama-Pro's. What ranks that share rows exchange is not in it.
     """
     if plan.sharding.world_size == 1:
         return {}
@@ -74,16 +76,21 @@ def _add_ddp(add, shape: ModelShape, plan: Plan):
     add("all_reduce", calls, (size + _norm_bytes(shape, plan)) / calls)
 
 
-def _units(shape: ModelShape, plan: Plan) -> list[tuple[list[Weight], int]]:
-    """Weights of each FSDP unit of the blocks, and how many such units there are."""
-    found: list[tuple[list[Weight], int]] = []
-    for kind, count in shape.block_kinds():
-        whole = list(block_weights(kind, plan))
+def _units(shape: ModelShape, plan: Plan) -> list[tuple[list[Weight], int, int]]:
+    """Weights of each FSDP unit of the blocks, how many such units there are, and of how many in backward."""
+    new, base = shape.new_blocks, shape.layers - shape.new_blocks
+    before = expansion(base, new).new[0] if new else 0  # whose input asks for no gradient
+    kinds = [(kind, plan, count, count) for kind, count in shape.block_kinds()]
+    if new:
+        kinds = [(shape, plan, base, base - before), (shape, plan_of_new_blocks(plan), new, new)]
+    found: list[tuple[list[Weight], int, int]] = []
+    for kind, stored, count, in_backward in kinds:
+        whole = list(block_weights(kind, stored))
         if plan.sharding.wrap_policy == "attention_mlp":
             for part in ("attention", "mlp"):
-                found.append((list(linear_weights(kind, plan, part)), count))
-            whole = whole[len(linear_weights(kind, plan)) :]
-        found.append((whole, count))
+                found.append((list(linear_weights(kind, stored, part)), count, in_backward))
+            whole = whole[len(linear_weights(kind, stored)) :]
+        found.append((whole, count, in_backward))
     return found
 
 
@@ -91,15 +98,14 @@ def _add_units(add, shape: ModelShape, plan: Plan):
     """FSDP's own: all-gathers of weights, reduce-scatters of gradients, all-reduces over replicas."""
     m, n = plan.batch.accumulation, plan.sharding.shard_ranks
     once = 1 if plan.sharding.gather_once else m
-    gathers = once * (1 + plan.sharding.resharded)
     reduces = 1 if plan.loop.no_sync else m
-    units = [(weights, count, gathers) for weights, count in _units(shape, plan)]
-    units.append((embedding_weights(shape, plan), 1, gathers))
-    units.append((root_weights(shape, plan), 1, once))
-    for weights, count, times in units:
+    units = [*_units(shape, plan), (embedding_weights(shape, plan), 1, 1)]
+    units.append((root_weights(shape, plan), 1, 0))
+    for weights, count, in_backward in units:
         size = gathered(weights, plan)
+        gathers = once * (count + in_backward * plan.sharding.resharded)
         if n > 1:
-            add("all_gather", count * times * bool(size), size)
+            add("all_gather", gathers * bool(size), size)
         gradients = _reduced(weights, plan)
         if n > 1:
             add("reduce_scatter", count * reduces, n * gradients)

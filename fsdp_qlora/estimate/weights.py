@@ -205,8 +205,13 @@ def _new_block_weights(shape: ModelShape, plan: Plan) -> tuple[Weight, ...]:
     """Every weight of a block that Llama-Pro adds: trained, in --adapter_dtype, never quantized."""
     if not shape.new_blocks:
         return ()
-    whole = plan.change(adapter="none", quant="none", stored_dtype=plan.adapter.adapter_dtype)
-    return tuple(replace(weight, kind="adapters") for weight in block_weights(shape, whole))
+    weights = block_weights(shape, plan_of_new_blocks(plan))
+    return tuple(replace(weight, kind="adapters") for weight in weights)
+
+
+def plan_of_new_blocks(plan: Plan) -> Plan:
+    """The plan of a model that is as the blocks that Llama-Pro adds."""
+    return plan.change(adapter="none", quant="none", stored_dtype=plan.adapter.adapter_dtype)
 
 
 def widest_block(shape: ModelShape, plan: Plan) -> tuple[Weight, ...]:
