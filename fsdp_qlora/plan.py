@@ -251,6 +251,11 @@ class Plan:
         return self.sharding.facts.shards and split
 
     @property
+    def gathers_inside_blocks(self) -> bool:
+        """Whether FSDP has hooks inside of blocks, which break the graph that torch would make of one."""
+        return self.sharded and self.sharding.wrap_policy in ("attention_mlp", "min_params")
+
+    @property
     def weights_stay(self) -> bool:
         """Whether every GPU holds the blocks' weights whole, and in one place."""
         whole = not self.sharding.facts.shards or self.sharding.world_size == 1
@@ -329,8 +334,9 @@ def draft_plan(
         blocks_adapted=len(config.adapted_blocks) if config.adapted_blocks else None,
         activation_policy="recompute_all" if policy == "auto" else policy,
         mlp_tiles=max(1, config.mlp_tiles),
-        compile=on_gpu if config.compile is None else config.compile,
     )
+    by_itself = on_gpu and not plan.gathers_inside_blocks
+    plan = plan.change(compile=by_itself if config.compile is None else config.compile)
     if config.mlp_tiles == AUTO or not on_gpu:
         return plan.change(cuda_graphs=bool(config.cuda_graphs))
     return plan.change(cuda_graphs=replays_pay(plan, config))

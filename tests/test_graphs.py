@@ -104,6 +104,7 @@ def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_rea
         (dict(compile=False), "compile"),
         (dict(use_cpu_offload=True), "use_cpu_offload"),
         (dict(profile_memory=True), "profile_memory"),
+        (dict(wrap_policy="attention_mlp", sharding_strategy="full_shard"), "wrap_policy"),
         (dict(use_activation_cpu_offload=True), "use_activation_cpu_offload"),
     ],
 )

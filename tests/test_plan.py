@@ -130,6 +130,20 @@ def test_long_rows_take_attention_in_tiles_that_keep_a_gpu_busy():
     assert tiles(context_length=131_072) == 1  # the MLP takes more
 
 
+@pytest.mark.parametrize("policy", ["attention_mlp", "min_params"])
+def test_blocks_that_are_gathered_in_parts_are_compiled_only_if_asked_for(policy):
+    """FSDP's hooks inside of a block break its graph."""
+
+    def compiled(world_size: int, **settings) -> bool:
+        config = RunConfig(model_name="m", sharding_strategy="full_shard", **settings)
+        return draft_plan(config, world_size).loop.compile
+
+    assert compiled(2) and compiled(1, wrap_policy=policy)
+    assert not compiled(2, wrap_policy=policy)
+    assert not compiled(1, wrap_policy=policy, use_cpu_offload=True)
+    assert compiled(2, wrap_policy=policy, compile=True)
+
+
 def test_on_the_cpu_nothing_is_compiled_replayed_or_kept_in_fp8_unless_asked():
     config = RunConfig(compute_dtype="fp8", sharding_strategy="ddp", lora_dropout=0.0)
     plan = resolve(config, LLAMA_8B, cpu_machine(1))

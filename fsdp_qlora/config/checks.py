@@ -307,6 +307,11 @@ def _check_cuda_graphs(config):
             "--cuda_graphs needs compiled blocks, but --compile false leaves them uncompiled; "
             "leave one of them out"
         )
+    if config.wrap_policy != "block" and config.strategy.shards:
+        raise ValueError(
+            f"--cuda_graphs needs compiled blocks, and --wrap_policy {config.wrap_policy} gathers parts of "
+            "them; use --wrap_policy block"
+        )
 
 
 def _check_bins(config):

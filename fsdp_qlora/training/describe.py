@@ -64,6 +64,14 @@ def describe(
     print_main(_dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
+    if (
+        plan.gathers_inside_blocks
+        and compute_device(model).type == "cuda"
+        and not plan.loop.compile
+    ):
+        print_main(
+            f"blocks are not compiled: --wrap_policy {config.wrap_policy} gathers parts of them"
+        )
     if uses_graphs(plan, model, compute_device(model)):
         print_main("CUDA graphs replay micro-batches whose shape was seen before")
     print_main(rate_line(config, plan))

@@ -143,7 +143,10 @@ class ShardingOptions:
         no_effect=rules.of_no_sync,
     )
     compile: bool | None = opt(
-        None, "compile each decoder block with torch.compile; None = on a GPU", on_resume=MAY_CHANGE
+        None,
+        "compile each decoder block with torch.compile; None = on a GPU, unless --wrap_policy gathers parts "
+        "of blocks",
+        on_resume=MAY_CHANGE,
     )
     cuda_graphs: bool | None = opt(
         None,
