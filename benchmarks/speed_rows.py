@@ -130,6 +130,11 @@ CASES = {
         None,
         model=QWEN_30B,
     ),
+    "qwen3_30b_qlora_streamed_8x4": Case(
+        ATTENTION | STREAMED | dict(batch_size=8, use_activation_cpu_offload=True),
+        None,
+        model=QWEN_30B,
+    ),
     "mixtral_8x7b_qlora": Case(MOE | dict(lora_rank=16), 6_500, model=MIXTRAL),
     "mixtral_8x7b_qlora_recomputed": Case(
         MOE | dict(lora_rank=16) | RECOMPUTED, None, model=MIXTRAL
