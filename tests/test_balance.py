@@ -7,12 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.build import build_model
+from fsdp_qlora.catalog.families import BALANCED_EXPERTS
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data.loader import Collation
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.experts import apply_router_balance
+from fsdp_qlora.experts.balance import check_router_balance
+from fsdp_qlora.loading import meta_model
 
-from .families import save_family
+from .families import FAMILIES, MOE_FAMILIES, NEWER_FAMILIES, family_config, save_family
 from .parts import slow
 from .tiny import save_tiny
 
@@ -154,6 +157,19 @@ def test_models_without_such_a_loss_are_refused(family, tmp_path):
         "--router_aux_loss_coef 0.01: transformers has no balance loss for "
         f"{type(model).__name__}; leave it out"
     )
+
+
+def test_estimates_know_whose_routers_transformers_balances():
+    found = set()
+    for family in {**FAMILIES, **MOE_FAMILIES, **NEWER_FAMILIES}:
+        config = family_config(family)
+        try:
+            check_router_balance(meta_model(config, torch.bfloat16), 0.1)
+        except ValueError as refused:
+            assert "--router_aux_loss_coef 0.1" in str(refused)
+        else:
+            found.add(config.model_type)
+    assert found == BALANCED_EXPERTS
 
 
 def test_ranks_that_share_rows_are_refused():

@@ -332,6 +332,11 @@ def test_rows_that_fit_are_not_shared():
             dict(lora_target_parameters="experts"),
             "--lora_target_parameters experts: .* has no experts that PEFT can adapt",
         ),
+        (
+            "deepseek-ai/DeepSeek-V3",
+            dict(router_aux_loss_coef=0.01),
+            "--router_aux_loss_coef 0.01: transformers has no balance loss for .*leave it out",
+        ),
     ],
 )
 def test_an_estimate_refuses_of_experts_what_a_run_does(name, settings, message):

@@ -93,6 +93,13 @@ WITH_SINKS = frozenset("gpt_oss granite_swa granitemoe_swa mimo_v2_flash".split(
 # hands nothing on to it, or has mixers beside it.
 WITH_WHOLE_ROWS = frozenset("bamba falcon llama4_text nemotron olmo_hybrid stablelm".split())
 FROZEN_EXPERTS = frozenset(["llama4_text"])  # PEFT mistakes their sides
+# Whose routers transformers has a balance loss for.
+BALANCED_EXPERTS = frozenset(
+    """
+    ernie4_5_moe flex_olmo gpt_oss mellum minimax minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_5_moe_text
+    qwen3_moe qwen3_next
+    """.split()
+)
 _OWN_ATTENTION = frozenset(
     """
     bloom codegen deepseek_v4 gpt_neo gpt_neox_japanese gptj hy_v4 mpt openai-gpt xglm

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..catalog.arch import ModelShape
-from ..catalog.families import FROZEN_EXPERTS, WITH_WHOLE_ROWS
+from ..catalog.families import BALANCED_EXPERTS, FROZEN_EXPERTS, WITH_WHOLE_ROWS
 from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..config import RunConfig
@@ -168,6 +168,11 @@ def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
         raise ValueError(
             f"--lora_target_parameters {','.join(config.target_parameters)}: {shape.name} has no experts "
             "that PEFT can adapt; leave it out"
+        )
+    if config.router_aux_loss_coef and shape.family not in BALANCED_EXPERTS:
+        raise ValueError(
+            f"--router_aux_loss_coef {config.router_aux_loss_coef:g}: transformers has no balance loss for "
+            f"{shape.name}; leave it out"
         )
     if shape.max_positions and config.context_length > shape.max_positions:
         raise ValueError(
