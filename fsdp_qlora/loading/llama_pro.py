@@ -135,6 +135,12 @@ class ExpandedCheckpoint(Checkpoint):
         return replace(piece, key=self.source(piece.key))
 
 
+def zeros_of_new_blocks(model: nn.Module, grown: Expansion) -> set[str]:
+    """Names of the weights of new blocks that begin as zeros, for which no file is read."""
+    prefix, names = block_list(model)[0], _output_projections(model)
+    return {f"{prefix}.{block}.{name}.weight" for block in grown.new for name in names}
+
+
 def _output_projections(model: nn.Module) -> set[str]:
     """Names in a block of the two layers whose outputs it adds to its input.
 

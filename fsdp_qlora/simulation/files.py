@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +29,27 @@ class Files:
 
 
 def machine_files(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, value_bytes: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    value_bytes: int,
+    zeros: Collection[str] = (),
 ) -> Files:
-    """As the model is sharded and the optimizer has stepped; a value of the base has so many bytes."""
-    read = sum((piece.stop - piece.start) * piece.width for piece in rank_pieces(model))
+    """As the model is sharded and the optimizer has stepped; a value of the base has so many bytes.
+
+    zeros: names of weights that are not in the base.
+    """
+    read = sum((piece.stop - piece.start) * piece.width for piece in rank_pieces(model, zeros))
     states = sum(rows.tensor.nbytes for rows in optimizer_rows(model, optimizer).values())
     whole = sum(p.numel() * p.element_size() for p in trainable_parameters(model).values())
     return _files(plan, read * value_bytes, states, whole)
 
 
 def estimated_files(shape: ModelShape, plan: Plan, value_bytes: int) -> Files:
-    """The closed form of `machine_files`."""
-    read = shape.total_params() * value_bytes / plan.sharding.shard_ranks
+    """The closed form of `machine_files`; the outputs of Llama-Pro's new blocks begin as zeros."""
+    ends = [[*part.values()][-1:] for part in (shape.attention_linears(), shape.mlp_linears())]
+    zeros = shape.new_blocks * sum(out * wide for end in ends for out, wide in end)
+    read = (shape.total_params() - zeros) * value_bytes / plan.sharding.shard_ranks
     return _files(plan, read, optimizer_bytes(shape, plan), all_trained(shape, plan, 1))
 
 

@@ -25,6 +25,8 @@ from ..dist import simulated_world
 from ..estimate.collectives import Moved, step_collectives
 from ..estimate.weights import all_trained, optimizer_bytes, resident_bytes
 from ..loading import materialize, read_config
+from ..loading.base_weights import model_settings
+from ..loading.llama_pro import zeros_of_new_blocks
 from ..optim import build_optimizer
 from ..plan import Plan
 from ..run_plan import plan_run
@@ -207,7 +209,9 @@ def _counted(config: RunConfig, plan: Plan, folder: str, value_bytes: int) -> _C
                 no_sync=config.no_sync,
                 ranks_per_row=config.sequence_parallel,
             )
-    files = machine_files(model, optimizer, own, value_bytes)
+    _, grown = model_settings(config)
+    zeros = zeros_of_new_blocks(model, grown) if grown and not config.llama_pro_path else ()
+    files = machine_files(model, optimizer, own, value_bytes, zeros)
     return held, {name: Moved(*counts) for name, counts in moved.counts.items()}, files
 
 
