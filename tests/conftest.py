@@ -10,7 +10,8 @@ from tests import reaper
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of what tests launch
 torch.set_num_threads(1)
-# On CPUs with AVX512-BF16 it packs 4-bit weights anew for inference and multiplies in bf16; a reference is exact.
+# On CPUs with AVX512-BF16 it packs 4-bit weights anew for inference, and multiplies in bf16: references are
+# to be exact.
 bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
 # The same examples in every run: a new one that fails should fail where it is being looked for.
 settings.register_profile("fixed", derandomize=True)
