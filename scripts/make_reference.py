@@ -64,10 +64,13 @@ Paths in a recipe are relative to the folder where the command runs. An unknown 
 line and the nearest name. Editors with the YAML language server check a recipe while you write it: its
 first line names the schema, which `fsdp-qlora schema > schema.json` makes.
 
-"Expects" is the prediction of `fsdp-qlora estimate`, for rows as long as `context_length`. With packing, a
-step counts bins of `context_length` tokens. "Measured" is the recipe itself, or the nearest row of
-[benchmarks/results](../benchmarks/results) under its name there. Run `fsdp-qlora bench --config RECIPE
---random_weights` to measure a recipe on your machine."""
+Most recipes pack short rows into bins of `context_length` tokens, since a micro-batch of one short row leaves
+a GPU idle. A step then has as many bins as hold about 32 rows, at most 8 unless there are more GPUs;
+`--packing false --global_batch_size 16` makes steps of 16 rows instead.
+
+"Expects" is the prediction of `fsdp-qlora estimate`, for rows as long as `context_length` or full bins.
+"Measured" is the recipe itself, or the nearest row of [benchmarks/results](../benchmarks/results) under its
+name there. Run `fsdp-qlora bench --config RECIPE --random_weights` to measure a recipe on your machine."""
 
 
 def pages() -> dict[Path, str]:
