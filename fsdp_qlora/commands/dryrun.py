@@ -30,7 +30,7 @@ from ..config.without_effect import batch_above_data, warnings_of
 from ..data import RowLengths, StepLoader, choose_pad_token_id, preview, step_sampler
 from ..data.collate import IGNORE
 from ..dist import Ranks, launched, print_main, rank_device, ranks_from_env
-from ..estimate import estimate, padding_line
+from ..estimate import estimate, packing_line
 from ..estimate import report as estimate_report
 from ..lifecycle.launcher import world_size
 from ..loading import read_config
@@ -146,7 +146,7 @@ def predict(
         return config
     except ValueError as error:
         print_main(f"\nno prediction: {error}\n")
-        if line := padding_line(rows, replace(config, batch_size=max(1, config.batch_size)), ranks):
+        if line := packing_line(rows, replace(config, batch_size=max(1, config.batch_size)), ranks):
             print_main(line)
         return replace(config, batch_size=1) if config.batch_size == AUTO else config
 

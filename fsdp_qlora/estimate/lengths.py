@@ -14,6 +14,9 @@ from ..config.run import row_shares, with_bins_of
 from ..plan import Plan
 
 _WASTED = 1 / 3  # of the places that padding may take before packing is proposed
+# Tokens of a micro-batch below which it is proposed, too, where it would multiply them by so much: a 7B model
+# took 49 ms of an H200 for 255 tokens, which are 14 ms of a bin of 8,192 (of an 8B model; docs/LOG.md).
+_FEW_TOKENS, _WORTHWHILE = 1024, 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Batches:
     places: float  # of a micro-batch, on the rank that has most: tokens and padding
     row: float  # tokens that a place's attention row has, squares of rows over places
     share: float  # of all ranks' places that hold a token
+
+    def micro_batch_tokens(self, config: RunConfig, world_size: int) -> float:
+        """Tokens of a rank's micro-batch, padding not counted."""
+        return self.tokens / self.accumulation / row_shares(config, world_size)
 
     def seen(self, plan: Plan) -> Plan:
         """The settings with rows of one length that take as much: as many places, as much attention."""
@@ -66,17 +73,40 @@ def batches_of(rows: Rows, config: RunConfig, world_size: int) -> Batches:
     )
 
 
-def padding_line(rows: Rows, config: RunConfig, world_size: int) -> str:
-    """What packing would give, where padding wastes more than a third of the places; else empty."""
+def why_pack(rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True) -> str:
+    """What is lost without packing: over a third of the places, or a GPU's time; else empty.
+
+    With few tokens in a micro-batch a GPU does little but unpack weights.
+    """
     if config.packing or not rows.can_pack:
         return ""
-    share = batches_of(rows, config, world_size).share
-    if 1 - share <= _WASTED:
+    padded, packed = _both(rows, config, world_size)
+    if 1 - padded.share > _WASTED and packed.share > padded.share:
+        return f"{1 - padded.share:.0%} of the places are padding"
+    held, full = (b.micro_batch_tokens(config, world_size) for b in (padded, packed))
+    if on_gpu and held < _FEW_TOKENS and full > _WORTHWHILE * held:
+        return f"a micro-batch holds about {held:,.0f} tokens"
+    return ""
+
+
+def packing_line(rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True) -> str:
+    """What packing would give, where much is lost without it; else empty."""
+    why = why_pack(rows, config, world_size, on_gpu)
+    if not why:
         return ""
-    packed = batches_of(rows, replace(config, packing=True), world_size).share
-    if packed <= share:
-        return ""
-    return (
-        f"{1 - share:.0%} of the places are padding; --packing true would be about "
-        f"{packed / share:.1f} times as fast"
+    padded, packed = _both(rows, config, world_size)
+    if "padding" in why:
+        gain = f"would be about {packed.share / padded.share:.1f} times as fast"
+    else:
+        full = packed.micro_batch_tokens(config, world_size)
+        gain = f"would fill it with {full:,.0f}, which is faster"
+    return f"{why}; --packing true {gain}"
+
+
+def _both(rows: Rows, config: RunConfig, world_size: int) -> tuple[Batches, Batches]:
+    """The rows padded, and packed."""
+    padded, packed = (
+        batches_of(rows, replace(config, packing=is_packed), world_size)
+        for is_packed in (False, True)
     )
+    return padded, packed

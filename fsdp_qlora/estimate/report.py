@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from ..config.settings import changed_settings, counted, shown
 from .cost import OwnedCost, RunCost
-from .lengths import Rows, padding_line
+from .lengths import Rows, packing_line
 from .peak import EXPLAINED
 from .question import Estimate
 from .weights import packed_bits
@@ -216,7 +216,7 @@ def data_notes(found: Estimate, rows: Rows | None) -> list[str]:
             f"{counted(rows.num_rows, 'row')}, {_total_tokens(tokens)} tokens in "
             f"{counted(found.steps, 'step')}: {duration(cost.hours)}, {money(cost)}"
         )
-    line = padding_line(rows, found.config, found.machine.world_size)
+    line = packing_line(rows, found.config, found.machine.world_size)
     return lines + [line] * bool(line)
 
 

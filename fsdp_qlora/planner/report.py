@@ -8,7 +8,7 @@ from textwrap import wrap
 
 from ..config import AUTO, plan_batches
 from ..config.settings import counted
-from ..estimate import Estimate, Failures, padding_line
+from ..estimate import Estimate, Failures, why_pack
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
 from ..estimate.report import data_notes, notes, settings_line, subject_lines, wrapped
@@ -147,14 +147,12 @@ def flags(proposal: Proposal) -> str:
 
 
 def packing_line(proposal: Proposal) -> str:
-    """What a plan with packed rows would give, where padding wastes much; else empty."""
+    """What a plan with packed rows would give, where much is lost without; else empty."""
     some, rows = proposal.choice, proposal.rows
-    if (
-        not some
-        or not some.batches
-        or not rows
-        or not padding_line(rows, some.config, proposal.machine.world_size)
-    ):
+    if not some or not some.batches or not rows:
+        return ""
+    why = why_pack(rows, some.config, proposal.machine.world_size)
+    if not why:
         return ""
     packed = propose(
         proposal.shape,
@@ -169,7 +167,7 @@ def packing_line(proposal: Proposal) -> str:
     if gain <= 1:
         return ""
     return (
-        f"{1 - some.batches.share:.0%} of the places are padding; with --packing true the plan is "
+        f"{why}; with --packing true the plan is "
         f"{flags(packed)}: {packed.choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by "
         f"the estimate, {gain:.1f} times as many"
     )

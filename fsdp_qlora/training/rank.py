@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import torch
+
 from ..build import planned_model
 from ..config import RunConfig
 from ..config.without_effect import warnings_of
 from ..dist import print_main, process_group, rank_device, ranks_from_env
-from ..estimate import padding_line
+from ..estimate import packing_line
 from ..export import trained_bytes
 from ..lifecycle.lock import sole_run_in
 from ..lifecycle.signals import StopSignals
@@ -49,7 +51,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     data = load_data(config, tokenizer)
     part_ended("data")
     if is_main:
-        _propose_packing(config, data)
+        _propose_packing(config, data, device)
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_layout(config, model, ranks_from_env(), device)
     check_graphs(config, draft_plan(config, ranks_from_env().world_size), model, device)
@@ -66,9 +68,10 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         train(config, data.train, device, tokenizer, data.held_out, signals, data.rows)
 
 
-def _propose_packing(config: RunConfig, data: RunData):
-    """Print what --packing true would give, where padding wastes much; of a stream by its first rows."""
+def _propose_packing(config: RunConfig, data: RunData, device: torch.device):
+    """Print what --packing true would give, where much is lost without; of a stream by its first rows."""
     if not len(data.rows):  # a stream's first ones may all be dropped
         return
-    if line := padding_line(lengths_of(config, data), config, ranks_from_env().world_size):
+    rows, world_size = lengths_of(config, data), ranks_from_env().world_size
+    if line := packing_line(rows, config, world_size, on_gpu=device.type == "cuda"):
         print(line)
