@@ -20,7 +20,7 @@ from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, owned_cost, run_cost
 from .failures import Failures, best_interval, failures
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
-from .lengths import Batches, Rows, batches_of, packing_line, why_pack, with_longest_row
+from .lengths import Batches, Rows, batches_of, packing_gain, packing_line, with_longest_row
 from .peak import GIB, Memory, Peak, host_memory, memory
 from .policies import choose_policies, keeps_fp8_weights
 from .question import Estimate, estimate
@@ -64,6 +64,7 @@ __all__ = [
     "model_tflops",
     "optimizer_bytes",
     "owned_cost",
+    "packing_gain",
     "packing_line",
     "report",
     "resident_bytes",
@@ -72,6 +73,5 @@ __all__ = [
     "run_cost",
     "saved_by_block",
     "step_seconds",
-    "why_pack",
     "with_longest_row",
 ]

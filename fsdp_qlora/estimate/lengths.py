@@ -43,6 +43,14 @@ class Batches:
         )
 
 
+@dataclass(frozen=True)
+class PackingGain:
+    """Why rows should be packed, in words: what is lost without, and what --packing true does."""
+
+    lost: str
+    gained: str
+
+
 class Rows(Protocol):
     """A data set, or a sample of it."""
 
@@ -73,40 +81,34 @@ def batches_of(rows: Rows, config: RunConfig, world_size: int) -> Batches:
     )
 
 
-def why_pack(rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True) -> str:
-    """What is lost without packing: over a third of the places, or a GPU's time; else empty.
+def packing_gain(
+    rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True
+) -> PackingGain | None:
+    """What packing would give where over a third of the places is lost without, or a GPU's time; else None.
 
     With few tokens in a micro-batch a GPU does little but unpack weights.
     """
     if config.packing or not rows.can_pack:
-        return ""
-    padded, packed = _both(rows, config, world_size)
-    if 1 - padded.share > _WASTED and packed.share > padded.share:
-        return f"{1 - padded.share:.0%} of the places are padding"
-    held, full = (b.micro_batch_tokens(config, world_size) for b in (padded, packed))
-    if on_gpu and held < _FEW_TOKENS and full > _WORTHWHILE * held:
-        return f"a micro-batch holds about {held:,.0f} tokens"
-    return ""
-
-
-def packing_line(rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True) -> str:
-    """What packing would give, where much is lost without it; else empty."""
-    why = why_pack(rows, config, world_size, on_gpu)
-    if not why:
-        return ""
-    padded, packed = _both(rows, config, world_size)
-    if "padding" in why:
-        gain = f"would be about {packed.share / padded.share:.1f} times as fast"
-    else:
-        full = packed.micro_batch_tokens(config, world_size)
-        gain = f"would fill it with {full:,.0f}, which is faster"
-    return f"{why}; --packing true {gain}"
-
-
-def _both(rows: Rows, config: RunConfig, world_size: int) -> tuple[Batches, Batches]:
-    """The rows padded, and packed."""
+        return None
     padded, packed = (
         batches_of(rows, replace(config, packing=is_packed), world_size)
         for is_packed in (False, True)
     )
-    return padded, packed
+    if 1 - padded.share > _WASTED and packed.share > padded.share:
+        return PackingGain(
+            f"{1 - padded.share:.0%} of the places are padding",
+            f"would be about {packed.share / padded.share:.1f} times as fast",
+        )
+    held, full = (b.micro_batch_tokens(config, world_size) for b in (padded, packed))
+    if on_gpu and held < _FEW_TOKENS and full > _WORTHWHILE * held:
+        return PackingGain(
+            f"a micro-batch holds about {held:,.0f} tokens",
+            f"would fill it with {full:,.0f}, which is faster",
+        )
+    return None
+
+
+def packing_line(rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True) -> str:
+    """What packing would give, where much is lost without it; else empty."""
+    found = packing_gain(rows, config, world_size, on_gpu)
+    return f"{found.lost}; --packing true {found.gained}" if found else ""

@@ -8,7 +8,7 @@ from textwrap import wrap
 
 from ..config import AUTO, plan_batches
 from ..config.settings import counted
-from ..estimate import Estimate, Failures, why_pack
+from ..estimate import Estimate, Failures, packing_gain
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
 from ..estimate.report import data_notes, notes, settings_line, subject_lines, wrapped
@@ -151,8 +151,8 @@ def packing_line(proposal: Proposal) -> str:
     some, rows = proposal.choice, proposal.rows
     if not some or not some.batches or not rows:
         return ""
-    why = why_pack(rows, some.config, proposal.machine.world_size)
-    if not why:
+    found = packing_gain(rows, some.config, proposal.machine.world_size)
+    if not found:
         return ""
     packed = propose(
         proposal.shape,
@@ -167,7 +167,7 @@ def packing_line(proposal: Proposal) -> str:
     if gain <= 1:
         return ""
     return (
-        f"{why}; with --packing true the plan is "
+        f"{found.lost}; with --packing true the plan is "
         f"{flags(packed)}: {packed.choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by "
         f"the estimate, {gain:.1f} times as many"
     )
