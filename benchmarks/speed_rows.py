@@ -116,6 +116,9 @@ CASES = {
     "qwen3_30b_qlora_experts": Case(EXPERTS, 14_000, model=QWEN_30B),
     "qwen3_30b_qlora_experts_fp8": Case(EXPERTS | FP8, 16_000, model=QWEN_30B),
     "qwen3_30b_qlora_experts_recomputed": Case(EXPERTS | RECOMPUTED, None, model=QWEN_30B),
+    "qwen3_30b_qlora_experts_recomputed_8bit": Case(
+        EXPERTS | RECOMPUTED | dict(optimizer="adamw_8bit"), None, model=QWEN_30B
+    ),
     # Of the row recomputed: 80 % of its speed, in 8 GiB. As many tokens a step, in fewer micro-batches.
     "qwen3_30b_qlora_streamed": Case(ATTENTION | STREAMED, None, model=QWEN_30B),
     "qwen3_30b_qlora_streamed_4x2": Case(

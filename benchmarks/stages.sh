@@ -75,7 +75,7 @@ for stage in "$@"; do
       real 400 $qwen packed_a,packed_a_fp8 --steps 16 --first 6 --bench_steps 0 --batch_size 2 \
         --gradient_accumulation_steps 2 --lora_target_parameters experts --lora_rank 16
       go 200 recomputed python3 benchmarks/speed_rows.py qwen3_30b_qlora_streamed_8x4 \
-        qwen3_30b_qlora_experts_recomputed --steps 2 --warmup 1 --results "$out/mixtures.jsonl" ;;
+        qwen3_30b_qlora_experts_recomputed_8bit --steps 3 --warmup 3 --results "$out/mixtures.jsonl" ;;
     1-hybrids) go 400 hybrids python3 benchmarks/speed_rows.py qwen3_5_9b_qlora --steps 2 --warmup 1 \
       --results "$out/models.jsonl" ;;
     1-tests) go 590 tests python3 -m pytest -m gpu tests/gpu/test_sinks.py tests/gpu/test_adapted_products.py ;;

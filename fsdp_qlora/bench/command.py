@@ -22,7 +22,9 @@ class BenchOptions:
     """Benchmark"""
 
     steps: int = opt(10, "measured optimizer steps")
-    warmup: int = opt(3, "steps before that are dropped")
+    warmup: int = opt(
+        3, "steps before that are dropped; two at least where CUDA graphs are captured"
+    )
     results: str | None = opt(None, "JSON-lines file the rows are appended to")
     row_name: str = opt("", "name of the row")
     gpu_memory_gib: float | None = opt(None, "measure as on a smaller card", unit="GiB", example=24)

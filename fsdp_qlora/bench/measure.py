@@ -169,14 +169,16 @@ def _measure_steps(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # of the job before
     full = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
-    warmup, measured, tokens, cut = [full] * how.warmup, [full] * how.steps, None, 1.0
+    # A shape that is seen again is captured, which is no part of a step that is replayed.
+    rounds = max(how.warmup, 2) if row.cuda_graphs else how.warmup
+    warmup, measured, tokens, cut = [full] * rounds, [full] * how.steps, None, 1.0
     if rows:
         # Full rows show what memory must hold; then each shape is compiled, and seen again for graphs.
         at_most = _enough_micro_batches(one, full[:_FEWEST], device)
         steps = rows.first_steps(plan, model, device, how.steps)
         parts = [part_of(step, at_most) for step in steps]
         measured = [part.micro_batches for part in parts]
-        warmup = measured * how.warmup
+        warmup = measured * rounds
         cut = sum(map(len, measured)) / sum(len(step.micro_batches) for step in steps)
         tokens = tokens_computed(parts, row.sequence_parallel) / cut
     for number, micro_batches in enumerate(warmup + measured):
