@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,7 +18,13 @@ from fsdp_qlora.bench.accuracy import CALIBRATED_ON, _shape_of_row, accuracy, co
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.bench.grid import read_grid
 from fsdp_qlora.bench.row import append_row, plan_of, read_rows, row_files
-from fsdp_qlora.bench.tables import _auto_table, _published_seconds, _published_table, against_table
+from fsdp_qlora.bench.tables import (
+    _auto_table,
+    _published_seconds,
+    _published_table,
+    accuracy_lines,
+    against_table,
+)
 from fsdp_qlora.cli import main
 from fsdp_qlora.config.flags import parse_own
 from fsdp_qlora.estimate import memory
@@ -284,6 +291,13 @@ def test_estimates_are_near_every_measured_time_of_todays_code():
     found = accuracy(compared)
     assert {c.row.gpus for c in compared if not c.old_code} >= {1, 2, 4}
     assert found.timed >= 40 and found.time_median <= 0.10 and found.time_worst <= 0.25
+
+
+def test_pages_say_what_the_rows_do():
+    found = runpy.run_path(str(ROOT / "scripts/accuracy_section.py"))
+    stale = "the page is old; run: python scripts/accuracy_section.py"
+    assert found["short_table"](accuracy(compare(RESULTS))) in found["README"].read_text(), stale
+    assert accuracy_lines(RESULTS) in found["PAGE"].read_text(), stale
 
 
 def test_reserved_memory_at_the_limit_is_not_compared():
