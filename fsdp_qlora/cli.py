@@ -299,7 +299,7 @@ def _says_that_a_rank_is_gone(error: Exception) -> bool:
     """Say in a line that this rank ends only because another did, or can't be reached."""
     if "RANK" not in os.environ:
         return False
-    from .rank_store import is_lost_connection
+    from .dist.rank_store import is_lost_connection
 
     if not is_lost_connection(error):
         return False

@@ -47,8 +47,7 @@ SECTIONS = [
     (
         "Starting the ranks",
         (
-            "rank_store",
-            "dist",
+            "dist/",
             "lifecycle/launcher",
             "training/rank",
             "lifecycle/lock",

@@ -24,7 +24,6 @@ ORDER = [
     "estimate",
     "planner",
     "report",
-    "rank_store",
     "dist",
     "own_forward",
     "quantization",
@@ -53,7 +52,7 @@ ORDER = [
     "cli",
     "integrations",
 ]
-PURE = set(ORDER[: ORDER.index("rank_store")])
+PURE = set(ORDER[: ORDER.index("dist")])
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -183,7 +182,7 @@ def test_one_file_calls_collectives_over_all_ranks():
     callers = {
         path.name: found for _, path in modules() if (found := calls_in_a_default_group(path))
     }
-    assert callers == {"dist.py": {"full_tensor"}}
+    assert callers == {"sharded_tensors.py": {"full_tensor"}}
     functional = {
         path.name
         for _, path in modules()

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from fsdp_qlora.rank_store import (
+from fsdp_qlora.dist.rank_store import (
     ErrorKey,
     ErrorOnAnotherRank,
     RankStore,

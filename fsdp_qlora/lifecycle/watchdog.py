@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ..rank_store import RankStore
+from ..dist.rank_store import RankStore
 from .signals import StopRequested, end_at_once
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h

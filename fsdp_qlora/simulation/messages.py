@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed import HashStore, Store
 
-from ..rank_store import ErrorKey, rendezvous
+from ..dist.rank_store import ErrorKey, rendezvous
 
 _SOON = timedelta(minutes=1)
 

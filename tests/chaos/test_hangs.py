@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from fsdp_qlora.dist.rank_store import RankStore
 from fsdp_qlora.lifecycle.signals import StopRequested
 from fsdp_qlora.lifecycle.watchdog import EXIT_STALLED, GONE_LOOKS, Watchdog, verdict
-from fsdp_qlora.rank_store import RankStore
 from tests.chaos.harness import WORLD, Hit, command, make_inputs
 from tests.parts import rest, slow
 

@@ -133,6 +133,7 @@ def host_values(backends: list[str]) -> list[dict]:
     """By default group, one after the other: what the helpers give, and the groups there are then."""
 
     from fsdp_qlora import dist as ours
+    from fsdp_qlora.dist import groups
 
     rank, store = int(os.environ["RANK"]), dist.TCPStore("localhost", 0, is_master=True)
     ports = [str(store.port)]
@@ -161,12 +162,12 @@ def host_values(backends: list[str]) -> list[dict]:
                         raised(written_by_main, OSError("full")),
                     ],
                     groups=len(dist.distributed_c10d._world.pg_map),
-                    minutes=ours._host_group()._get_backend(CPU).options._timeout.total_seconds()
+                    minutes=groups.host_group()._get_backend(CPU).options._timeout.total_seconds()
                     / 60,
-                    device=ours.main_device_type(),
+                    device=groups.main_device_type(),
                 )
             )
-        results[-1]["left"] = len(ours._host_groups)
+        results[-1]["left"] = len(groups._host_groups)
     return results
 
 
@@ -177,10 +178,11 @@ def threads() -> int:
 def ended_at_exit() -> tuple[list[int], list[int]]:
     """Threads before the first value of the host travels, with it, and after what Python does at exit."""
     from fsdp_qlora import dist as ours
+    from fsdp_qlora.dist import groups
 
     counts = []
     with default_group(GPUS_ALONE):
-        for step in (lambda: None, lambda: ours.sum_over_ranks(1), ours._end_host_groups):
+        for step in (lambda: None, lambda: ours.sum_over_ranks(1), groups._end_host_groups):
             step()
             counts.append(threads())
         return counts, ours.sum_over_ranks(1)

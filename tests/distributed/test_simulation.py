@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from fsdp_qlora import rank_store
 from fsdp_qlora.build import build_model
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.dist import process_group
+from fsdp_qlora.dist import process_group, rank_store
+from fsdp_qlora.dist.rank_store import ErrorKey
 from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.optim import build_optimizer
-from fsdp_qlora.rank_store import ErrorKey
 from fsdp_qlora.run_plan import plan_run
 from fsdp_qlora.simulation import (
     Collectives,

@@ -270,7 +270,7 @@ def test_a_run_that_ends_as_soon_as_it_is_asked_to_waits_for_threads_that_are_ab
 STOPPED = """
 import sys, time
 from torch.distributed import TCPStore
-from fsdp_qlora.rank_store import RankStore
+from fsdp_qlora.dist.rank_store import RankStore
 from fsdp_qlora.lifecycle import signals, watchdog
 signals.LOOK_SECONDS, watchdog.GONE_LOOKS = 0, 10**9
 store = TCPStore("localhost", 0, 1, True, wait_for_workers=False)
@@ -294,7 +294,7 @@ WATCHED = """
 import atexit, os, signal, sys, time
 from torch.distributed import TCPStore
 from fsdp_qlora import cli
-from fsdp_qlora.rank_store import RankStore
+from fsdp_qlora.dist.rank_store import RankStore
 from fsdp_qlora.lifecycle import watchdog
 port, other = map(int, sys.argv[1:])
 def stalled(argv):
@@ -383,7 +383,8 @@ def test_a_stop_may_save_for_as_long_as_it_is_given_and_its_launcher_waits(folde
 FAILS_AMID_A_WRITE = """
 import sys, time, types
 import torch
-from fsdp_qlora import cli, rank_store
+from fsdp_qlora import cli
+from fsdp_qlora.dist import rank_store
 from fsdp_qlora.checkpoint import writer
 from fsdp_qlora.training import loop
 def failing(self):
