@@ -13,7 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from fsdp_qlora.adapters.lora import left_out
+from fsdp_qlora.adapters.targets import left_out
 from fsdp_qlora.catalog.blocks import layer_blocks
 from fsdp_qlora.catalog.families import with_common_names
 from fsdp_qlora.loading import meta_model

@@ -135,7 +135,7 @@ def test_gradients_equal_finite_differences_of_the_layer_with_its_norm_held(monk
     held = dora.norms_of(layer.base_layer, *(p.weight for p in parts[:2]), SCALING, torch.float64)
     plain = dora.turned_linear
     monkeypatch.setattr(
-        "fsdp_qlora.adapters.lora.turned_linear", lambda *args: (plain(*args)[0], held)
+        "fsdp_qlora.adapters.lora_layer.turned_linear", lambda *args: (plain(*args)[0], held)
     )
     weights = [part.weight for part in parts]
     for part in parts:

@@ -134,10 +134,10 @@ def test_no_tensor_of_the_mlps_width_has_more_rows_than_a_tile(folder):
 
 def test_an_mlp_runs_once_in_the_forward_and_its_last_layer_only_there(folder, monkeypatch):
     """3 blocks of 4 adapted layers around the MLP, forward and again; in it 3 forward and 2 again."""
-    from fsdp_qlora.adapters import lora
+    from fsdp_qlora.adapters import lora_layer
 
-    model, made, plain = tiled_model(folder), [], lora.adapted_linear
-    monkeypatch.setattr(lora, "adapted_linear", lambda *a: made.append(1) or plain(*a))
+    model, made, plain = tiled_model(folder), [], lora_layer.adapted_linear
+    monkeypatch.setattr(lora_layer, "adapted_linear", lambda *a: made.append(1) or plain(*a))
     assert calls(model)["fsdp_qlora::tiled_mlp"] == LAYERS
     assert len(made) == LAYERS * (4 + 4 + TILES * (3 + 2))
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fsdp_qlora.adapters.lora import apply_adapters, left_out, lora_config
+from fsdp_qlora.adapters.lora import apply_adapters, lora_config
+from fsdp_qlora.adapters.targets import left_out
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig

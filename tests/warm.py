@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_qlora import apply_adapters, lora_config, meta_model, quantize_linears
-from fsdp_qlora.adapters.lora import left_out
+from fsdp_qlora.adapters.targets import left_out
 from tests.tiny import CONFIGS
 
 SIZES = dict(

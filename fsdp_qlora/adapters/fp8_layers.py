@@ -10,7 +10,7 @@ from ..model.blocks import decoder_blocks
 from ..quantization import fp8
 from ..quantization.fp8_weight_cache import Fp8WeightCache
 from ..quantization.quantize import FrozenLinear, QuantLinear
-from .lora import LoraLinear
+from .lora_layer import LoraLinear
 
 
 def apply_fp8(model: nn.Module, device: torch.device) -> int:

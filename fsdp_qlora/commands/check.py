@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..adapters.lora import left_out
+from ..adapters.targets import left_out
 from ..catalog.families import TESTED_TYPES
 from ..experts import StackedExperts, adaptable_stacks, check_quantizable
 from ..loading import meta_model

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraConfig, LoraModel
 from torch import nn
 
 from ..adapters import LoraLinear
-from ..adapters.lora import resolve_targets
+from ..adapters.targets import resolve_targets
 from ..quantization.quantize import QuantLinear
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..adapters.lora import LoraLinear
+from ..adapters.lora_layer import LoraLinear
 from ..choices import POLICIES
 from ..model.blocks import base_model, decoder_blocks, has_experts, mlp_of
 from ..own_forward import compute_by

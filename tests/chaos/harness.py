@@ -38,7 +38,7 @@ PHASES = {
     "manifest": "fsdp_qlora.checkpoint.folder.write_text",
     "rename": "fsdp_qlora.checkpoint.folder.Path.rename",
     "prune": "fsdp_qlora.atomic_files.shutil.rmtree",
-    "forward": "fsdp_qlora.adapters.lora.LoraLinear.forward",
+    "forward": "fsdp_qlora.adapters.lora_layer.LoraLinear.forward",
     "optimizer": "fsdp_qlora.training.step.step_if",
     "save": "fsdp_qlora.training.loop.save_trained",
     "export": "fsdp_qlora.training.trainer.save_trained",

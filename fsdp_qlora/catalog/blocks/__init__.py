@@ -64,7 +64,7 @@ _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
     "gemma4_text": gemma4,
 }
 
-# Layers that `all-linear` leaves out, by the last part of their names (adapters/lora.py, `left_out`).
+# Layers that `all-linear` leaves out, by the last part of their names (adapters/targets.py, `left_out`).
 _LEFT_OUT = dict.fromkeys(
     (
         *("qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
