@@ -78,8 +78,8 @@ def build_model(
         init_magnitudes(model, device, with_adapter=True)
     else:
         init_adapters(model, config.seed, device)
-    if plan.quantization.keep_fp8_weights:
-        keep_fp8_weights(model)
+    if plan.quantization.compute_dtype == "fp8":
+        keep_fp8_weights(model, forms=plan.quantization.keep_fp8_weights)
     return model
 
 

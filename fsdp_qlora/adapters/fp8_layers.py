@@ -1,9 +1,10 @@
-"""Which layers of a model multiply in fp8, and whose fp8 weights are kept."""
+"""Which layers of a model multiply in fp8, and what is kept of their weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..experts import StackedExperts, fits_grouped_fp8, grouped_fp8_problem
 from ..model.blocks import decoder_blocks
@@ -60,14 +61,16 @@ def _experts_rows(model: nn.Module) -> dict[nn.Module, int]:
     return layers
 
 
-def keep_fp8_weights(model: nn.Module) -> Fp8WeightCache:
-    """Keep the fp8 forms of all weights that `apply_fp8` chose, from their first products on.
+def keep_fp8_weights(model: nn.Module, forms: bool = True) -> Fp8WeightCache:
+    """Keep what fp8 products make of the weights that `apply_fp8` chose, from their first ones on.
 
-    For a loaded model whose weights stay where they are. They are kept as long as the model is.
+    forms: the weights in fp8; without, only their rows' scales. For a loaded model, and as long as it
+    is; weights that FSDP gathers are left out, as they are elsewhere each time.
     """
     layers = [m for m in model.modules() if getattr(m, "product_dtype", "") == "fp8"]
-    weights = {id(w): w for m in layers for w in [getattr(m, "base_layer", m).weight]}
-    model.fp8_weight_cache = Fp8WeightCache(weights.values())
+    weights = [getattr(m, "base_layer", m).weight for m in layers]
+    stay = [w for w in weights if not isinstance(w, DTensor)]
+    model.fp8_weight_cache = Fp8WeightCache(stay, forms)
     return model.fp8_weight_cache
 
 

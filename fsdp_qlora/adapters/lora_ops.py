@@ -75,7 +75,7 @@ def adapted_linear(
     elif a is not None and can_unpack_adapted(w, b.shape[1], x.dtype):
         y = x @ unpack_adapted(w, a, b, scaling).t()
     else:
-        y = xa @ (b * scaling).to(x.dtype).t()
+        y = xa @ _scaled(b, scaling, x.dtype).t()
         y.addmm_(x, w.dense(x.dtype).t())
     return y if bias is None else y.add_(bias)
 
@@ -102,7 +102,7 @@ def adapted_linear_backward(
         adapter = ([a], [b], [scaling])
         dx, da, db = _shared_input_backward([dy], x, [xa], [w], *adapter, product_dtype)
         return dx, da, db
-    dxa = dy @ (b * scaling).to(dy.dtype)
+    dxa = dy @ _scaled(b, scaling, dy.dtype)
     dx = dropped_product(dxa, a, seed, p)
     if product_dtype == "fp8":
         dx += fp8.backward_product([dy], [w])
@@ -204,7 +204,7 @@ def _shared_input_backward(
     x is read once for all dA, and dX is written by one product after another, not added up after.
     """
     dtype = x.dtype
-    dxa = [dy @ (b * s).to(dtype) for dy, b, s in zip(dys, bs, scalings, strict=True)]
+    dxa = [dy @ _scaled(b, s, dtype) for dy, b, s in zip(dys, bs, scalings, strict=True)]
     dxa = dxa[0] if len(dxa) == 1 else torch.cat(dxa, 1)
     da = product(dxa.t(), x, as_[0].dtype)
     dbs = [
@@ -229,6 +229,11 @@ def _sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
     for dy in dys:  # zip would hold on to a W while it asks for the next
         total = dy @ next(weights) if total is None else total.addmm_(dy, next(weights))
     return total
+
+
+def _scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """scaling B in `dtype`, in one launch: rounded once, from B's own dtype."""
+    return torch.mul(b, scaling, out=torch.empty_like(b, dtype=dtype))
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -62,7 +62,8 @@ def linear_weights(shape: ModelShape, plan: Plan, part: str = "") -> tuple[Weigh
             weights += _stored_linear(name, out, wide, plan)
         if name in targets:
             weights += adapter(name, out, wide, plan)
-    if plan.quantization.keep_fp8_weights:
+    keeps_scales = plan.quantization.compute_dtype == "fp8" and plan.weights_stay
+    if keeps_scales:
         weights += _kept_in_fp8(names, targets, plan)
     for name, length in shape.biases().items():
         if name not in names:
@@ -82,6 +83,9 @@ def linear_weights(shape: ModelShape, plan: Plan, part: str = "") -> tuple[Weigh
                     plain("adapters", rank, wide, plan.adapter.adapter_dtype, True),
                     plain("adapters", out, rank, plan.adapter.adapter_dtype, True),
                 ]
+            if keeps_scales and _is_kept(name, out, wide, plan):
+                is_adapted = name in adapted_experts(shape, plan)
+                weights.append(_row_scales(shape.experts * out, is_adapted))
         if shape.router_weights:
             weights.append(
                 plain(
@@ -121,19 +125,16 @@ def _kept_in_fp8(
 ) -> list[Weight]:
     """What fp8 products keep of a block's weights (quantization/fp8_weight_cache.py).
 
-    W for the forward, W^T for the backward, a scale of each row for either, and the columns of
+    The scales of rows, and if asked, W for the forward, W^T for the backward, and the columns of
     adapters, which layers of one input have together where they are joined.
     """
-    kept = {
-        name: size
-        for name, size in linears.items()
-        if not plan.adapter.trains(name) and size[1] % BLOCKSIZE == size[0] % _FP8_MULTIPLE == 0
-    }
+    kept = {name: size for name, size in linears.items() if _is_kept(name, *size, plan)}
     ranks = {name: plan.adapter.rank(name) for name in kept if name in targets}
-    weights = [
-        Weight(
-            "fp8", out, 2 * wide + 2 * 4 + _fp8_columns(forward_ranks(name, ranks, plan)), 0, False
-        )
+    weights = [_row_scales(out, name in ranks) for name, (out, _) in kept.items()]
+    if not plan.quantization.keep_fp8_weights:
+        return weights
+    weights += [
+        Weight("fp8", out, 2 * wide + _fp8_columns(forward_ranks(name, ranks, plan)), 0, False)
         for name, (out, wide) in kept.items()
     ]
     groups: dict[str, tuple[int, int]] = {}  # ranks and inputs of what shares W^T's columns
@@ -145,6 +146,17 @@ def _kept_in_fp8(
     return weights + [
         Weight("fp8", wide, _fp8_columns(rank), 0, False) for rank, wide in groups.values()
     ]
+
+
+def _is_kept(name: str, out: int, wide: int, plan: Plan) -> bool:
+    """Whether anything is kept of a layer's weight: one that is frozen, and multiplied in fp8."""
+    fits = wide % BLOCKSIZE == out % _FP8_MULTIPLE == 0
+    return fits and not plan.adapter.trains(name)
+
+
+def _row_scales(rows: int, adapted: bool) -> Weight:
+    """A weight's scales, which are others in a product that an adapter joins."""
+    return Weight("fp8", rows, 4 * (1 + adapted), 0, False)
 
 
 def forward_ranks(name: str, ranks: dict[str, int], plan: Plan) -> int:

@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..adapters import keep_fp8_weights
 from ..choices import FormatName, StrategyName
 from ..dist import local_rows, rank_device
 from ..loading import load_weights, materialize, meta_model, read_config
@@ -128,8 +129,11 @@ def shard_and_load(
     mesh = make_mesh(sharding_strategy, device, shard_group_size)
     apply_sharding(model, sharding_strategy, mesh, on_host=on_host, **settings)
     if files is None:
-        return model if is_sharded(model) else model.to(device)
-    return _fill(model, files, device, on_host, seed)
+        model = model if is_sharded(model) else model.to(device)
+    else:
+        _fill(model, files, device, on_host, seed)
+    keep_fp8_weights(model, forms=False)
+    return model
 
 
 def _fill(

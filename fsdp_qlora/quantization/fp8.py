@@ -13,9 +13,9 @@ to the rounded product, what a young adapter gives would be lost: it is smaller 
 (arXiv:2412.19437, section 3.3.2): last, a fifth of it was lost. xA and B are themselves made and
 trained in 16 and 32 bits.
 
-Row scales are W's alone, so W in fp8 is the same in every step and may be kept (`fp8_weight_cache.py`):
-only the adapter's columns are written anew. Each column of B is moved into the range of fp8 by a factor
-of its own, which xA is divided by.
+Row scales are W's alone, so these and W in fp8 are the same in every step and may be kept
+(`fp8_weight_cache.py`): only the adapter's columns are written anew. Each column of B is moved into the
+range of fp8 by a factor of its own, which xA is divided by.
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
@@ -36,7 +36,7 @@ from .fp8_kernels import (
     quantize_tokens_on_gpu,
     row_scales_on_gpu,
 )
-from .fp8_weight_cache import Fp8Weight, cached_fp8_weight
+from .fp8_weight_cache import Fp8Weight, cached_fp8_weight, cached_row_scales
 from .kernels import triton
 
 FP8 = torch.float8_e4m3fn
@@ -114,9 +114,7 @@ def forward_form(w: FrozenWeight, rank: int) -> Fp8Weight:
     """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
     w = w.with_float_absmax()
     w8 = torch.empty(len(w.weight), rank + w.in_features, dtype=FP8, device=w.weight.device)
-    scale = row_scale(w)
-    if rank:
-        scale = scale.maximum(scale.amax() / _SPREAD)
+    scale = row_scale(w, adapted=rank > 0)
     weight_to_fp8(w, scale, transposed=False, out=w8[:, rank:])
     return w8, [scale]
 
@@ -168,15 +166,23 @@ def ones(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, device=device)
 
 
-def row_scale(w: FrozenWeight) -> Tensor:
+def row_scale(w: FrozenWeight, adapted: bool = False) -> Tensor:
     """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8.
 
+    adapted: with an adapter's columns beside them, where no row's may be far below the largest.
     Here and in `weight_to_fp8`, absmax is fp32.
     """
+    use = "adapted rows" if adapted else "rows"
+    return cached_row_scales(w.weight, use, partial(_new_row_scale, w, adapted))
+
+
+def _new_row_scale(w: FrozenWeight, adapted: bool) -> Tensor:
     if w.weight.is_cuda:
-        return row_scales_on_gpu(w.weight if w.absmax is None else w.absmax)
-    largest = w.weight.abs().amax(1).float() if w.absmax is None else w.absmax.amax(1)
-    return (largest / FP8_MAX).clamp(min=_TINY)
+        scale = row_scales_on_gpu(w.weight if w.absmax is None else w.absmax)
+    else:
+        largest = w.weight.abs().amax(1).float() if w.absmax is None else w.absmax.amax(1)
+        scale = (largest / FP8_MAX).clamp(min=_TINY)
+    return scale.maximum(scale.amax() / _SPREAD) if adapted else scale
 
 
 def write_b(b: Tensor, row_scale: Tensor, scaling: float, out: Tensor, first: int = 0) -> Tensor:
