@@ -49,7 +49,7 @@ def adapted_experts(
     """y, of rows or of tokens."""
     routing = Routing(ends, tokens, rows, tokens_at)
     w = FrozenWeight(weight, absmax, in_features, quant_type)
-    a, b = _each_a(a, len(ends), x.dtype), _each_b(b * scaling, len(ends), x.dtype)
+    a, b = _each_a(a, len(ends), x.dtype), _each_b(b, scaling, len(ends), x.dtype)
     x = routing.inputs(x)
     if product_dtype == "fp8":
         return routing.outputs(fp8_forward_products(x, Routing(ends), w, grouped(x, a.mT, ends), b))
@@ -80,7 +80,7 @@ def _adapted_experts_backward(
     routing, rank = Routing(ends, tokens, rows, tokens_at), len(a) // len(ends)
     of_a, of_b = a.dtype, b.dtype
     w = FrozenWeight(weight, absmax, in_features, quant_type)
-    a, b = _each_a(a, len(ends), dy.dtype), _each_b(b * scaling, len(ends), dy.dtype)
+    a, b = _each_a(a, len(ends), dy.dtype), _each_b(b, scaling, len(ends), dy.dtype)
     dy, x = routing.output_gradients(dy), routing.inputs(x)
     dxa, xa = grouped(dy, b, ends), grouped(x, a.mT, ends)
     da = outer_products(dxa, x, ends)[:, :rank].to(of_a)
@@ -104,12 +104,12 @@ def _each_a(a: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     return nn.functional.pad(a, (0, 0, 0, missing)) if missing else a
 
 
-def _each_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
-    """B of each expert (E, O, R), with columns of zeros after its last."""
+def _each_b(b: Tensor, scaling: float, experts: int, dtype: torch.dtype) -> Tensor:
+    """scaling B of each expert (E, O, R), with columns of zeros after its last; rounded once."""
     b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     missing = -b.shape[2] % _RANK_STEP
     b = nn.functional.pad(b, (0, missing)) if missing else b
-    return b.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return torch.mul(b, scaling, out=torch.empty(b.shape, dtype=dtype, device=b.device))
 
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------

@@ -46,9 +46,7 @@ class Fp8WeightCache:
         ]
         return [*{id(tensor): tensor for tensors in kept for tensor in tensors}.values()]
 
-    def find(
-        self, use: str, weights: list[Tensor], columns: int, make: Callable[[], Made]
-    ) -> Made:
+    def find(self, use: str, weights: list[Tensor], columns: int, make: Callable[[], Made]) -> Made:
         """What `make` gives for these weights, kept. A second one of the same use is not kept."""
         places = [_address(weight) for weight in weights]
         versions = [self._version(place) for place in places]

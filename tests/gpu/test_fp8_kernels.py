@@ -143,10 +143,46 @@ def test_products_are_the_same_every_time(layer):
         )
 
     first, *others = (products() for _ in range(20))
-    keeper = Fp8WeightCache([packed])
-    for _ in range(5):
-        fp8.forward_product(x, w, xa, torch.randn_like(b), 0.25)
-        fp8.backward_product([dy], [w], dxa, 3 * a)
-        others.append(products())
-    assert {use for use, _ in keeper.kept} == {"forward", "backward", "rows", "adapted rows"}
+    for forms in (True, False):
+        keeper = Fp8WeightCache([packed], forms)
+        for _ in range(5):
+            fp8.forward_product(x, w, xa, torch.randn_like(b), 0.25)
+            fp8.backward_product([dy], [w], dxa, 3 * a)
+            others.append(products())
+        uses = {"rows", "adapted rows"} | ({"forward", "backward"} if forms else set())
+        assert {use for use, _ in keeper.kept} == uses
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("forms", [True, False])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_graphs_read_what_is_kept_and_keep_nothing_of_their_own(
+    layer, quantized, forms, monkeypatch
+):
+    x, dy, packed, absmax, xa, b, dxa, a = layer
+    w = FrozenWeight(packed, absmax, x.shape[1], "nf4")
+    if not quantized:
+        w = FrozenWeight(dequantize_rows(*w, torch.bfloat16), None, x.shape[1], "")
+    made, whole = [], fp8.row_scales_on_gpu
+    monkeypatch.setattr(fp8, "row_scales_on_gpu", lambda w: made.append(w) or whole(w))
+
+    def products():
+        return (
+            fp8.forward_product(x, w, xa, b, 0.25),
+            fp8.backward_product([dy], [w], dxa, a),
+        )
+
+    expected = products()
+    keeper = Fp8WeightCache([w.weight], forms)
+    for launched in (False, True):
+        if launched:
+            products()
+        made.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = products()
+        assert bool(keeper.kept) == launched and len(made) == (0 if launched else 2)
+        for y in found:
+            y.zero_()
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
