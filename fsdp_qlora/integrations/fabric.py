@@ -20,7 +20,7 @@ class ShardedStrategy(ModelParallelStrategy):
     """Fabric's strategy for a model whose parallelism is ours.
 
     sharding_strategy: ddp, shard_grad_op, full_shard or a hybrid of them. seed: of freshly initialised
-    adapters. settings: as `apply_sharding` takes them (wrap_policy, on_host, backward_prefetch...).
+    adapters. settings: padding_free, and what `apply_sharding` takes (wrap_policy, on_host...).
     """
 
     def __init__(

@@ -25,6 +25,7 @@ from ..loading.stream import check_complete, checkpoint_key, load_buffers
 from ..loading.weight_files import Checkpoint
 from ..lora_init import init_adapters
 from ..model.blocks import base_model
+from ..model.padding_free import apply_padding_free
 from ..model.wrappers import wrapper_of
 from ..quantization.quantize import QuantLinear, quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
@@ -118,14 +119,18 @@ def shard_and_load(
     shard_group_size: int = -1,
     seed: int = 0,
     on_host: OnHost | None = None,
+    padding_free: bool = True,
     **settings: Any,
 ) -> nn.Module:
     """Shard a model in place, fill it if `streamed_model` made it, and return it; on every rank.
 
-    New adapters have values that `seed` gives them, equal under every sharding. `settings` are
+    New adapters have values that `seed` gives them, equal under every sharding. padding_free: compute
+    rows that come with an attention_mask without their padding, where that is exact. `settings` are
     `apply_sharding`'s. A model that exists is moved to `device` under ddp.
     """
     files, on_host = _files_of(model), on_host or OnHost()
+    if padding_free:
+        apply_padding_free(model, device)
     mesh = make_mesh(sharding_strategy, device, shard_group_size)
     apply_sharding(model, sharding_strategy, mesh, on_host=on_host, **settings)
     if files is None:

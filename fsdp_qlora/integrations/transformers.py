@@ -67,7 +67,8 @@ class ShardedTrainerMixin:
     gradient_checkpointing is on. mlp_tiles, attention_tiles: as the flags, for long rows. compile:
     torch.compile each block, for rows of any length. compute_dtype: "fp8" multiplies frozen weights in
     fp8. use_cpu_offload: frozen weights wait in host memory. use_activation_cpu_offload: what recomputed
-    blocks keep, their inputs, waits there for the backward.
+    blocks keep, their inputs, waits there for the backward. padding_free: compute the rows of a batch
+    without their padding, where that is exact; TRL's own setting of this name may be on beside it.
     Raises ValueError for settings of the trainer that would wrap the model a second time.
     """
 
@@ -89,6 +90,7 @@ class ShardedTrainerMixin:
         compute_dtype: Literal["bf16", "fp8"] = "bf16",
         use_cpu_offload: bool = False,
         use_activation_cpu_offload: bool = False,
+        padding_free: bool = True,
         **kwargs: Any,
     ):
         register_with_peft()
@@ -116,6 +118,7 @@ class ShardedTrainerMixin:
             seed=self.args.seed,
             wrap_policy=wrap_policy,
             on_host=on_host,
+            padding_free=padding_free,
         )
 
     def _apply_activation_policy(

@@ -14,7 +14,7 @@ Shapes: B bins, T tokens of a bin.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 
 import torch
@@ -32,9 +32,19 @@ from transformers.masking_utils import (
 
 from ..catalog.families import WITH_SINKS
 from . import flash_attention_4
-from .attention_kernels import FA4, FA4_PACKED, TORCH_FA, TORCH_FA_PACKED, UNMASKED, VARLEN
+from .attention_kernels import (
+    BY_ROWS,
+    FA4,
+    FA4_PACKED,
+    PADDING_FREE,
+    TORCH_FA,
+    TORCH_FA_PACKED,
+    UNMASKED,
+    VARLEN,
+)
 
 _FLASH_ATTENTION_4 = "flash_attention_4"  # what users and transformers call it
+_BY_SDPA = ("sdpa", *PADDING_FREE.values())
 _WITHOUT_MASKS = (VARLEN, FA4, FA4_PACKED, TORCH_FA, TORCH_FA_PACKED)
 # They would leave the capping of scores out in silence.
 _WITHOUT_SOFTCAP = ("sdpa", VARLEN, _FLASH_ATTENTION_4)
@@ -51,11 +61,17 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
 
     For forwards without attention_mask and position_ids alone. sdpa needs one for a sliding window.
     """
+    text = config.get_text_config()
+    known = text._attn_implementation in UNMASKED and takes_backends(type(text))
+    with rows_in_a_line(config) if known and makes_no_masks(text) else nullcontext():
+        yield
+
+
+@contextmanager
+def rows_in_a_line(config: PretrainedConfig) -> Iterator[None]:
+    """Within it, attention that UNMASKED has makes no mask: its kernels are told where rows begin."""
     config = config.get_text_config()
     name = config._attn_implementation
-    if not makes_no_masks(config) or name not in UNMASKED or not takes_backends(type(config)):
-        yield
-        return
     config._attn_implementation = UNMASKED[name]
     try:
         yield
@@ -67,7 +83,7 @@ def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
     alone = name in _WITHOUT_MASKS and not layers_of_another_kind(config)
-    return alone or name == "sdpa" and not has_windows(config)
+    return alone or name in _BY_SDPA and not has_windows(config)
 
 
 def masks_of_rows(
@@ -185,6 +201,28 @@ def choose_attention(
     if reason:
         return "sdpa", f"a mask keeps packed rows apart: {VARLEN} {reason}{said}"
     return VARLEN, "packed rows, without a mask" + said
+
+
+def why_not_padding_free(config: PretrainedConfig) -> str:
+    """What keeps attention from being told where rows begin in a line of them; empty if nothing does."""
+    name, kind = config._attn_implementation, config.model_type
+    if name not in _BY_SDPA:
+        return f"its attention is {name}, not sdpa"
+    if not getattr(config, "is_causal", True):
+        return f"{kind} looks at tokens behind"
+    if layers := layers_of_another_kind(config):
+        return f"{kind} has layers of {layers}"
+    model = _class_of(type(config))
+    if not takes_backends(type(config)) or not model._supports_flash_attn:
+        return f"attention can't be given to {kind}"
+    caps = getattr(config, "attn_logit_softcapping", None)
+    return f"{kind} caps its attention scores" if caps else ""
+
+
+def padding_free_attention(config: PretrainedConfig, device: torch.device) -> str:
+    """The kernels, of PADDING_FREE, for rows in one line on a device; in fp32 they are BY_ROWS."""
+    name, _ = choose_attention("auto", True, config, device, torch.bfloat16)
+    return name if name in PADDING_FREE else BY_ROWS
 
 
 def _choose_with_sinks(

@@ -10,6 +10,9 @@ windows. Models with attention sinks take any of these kernels (sinks.py), and p
 which has kernels for the CPU too. Values of a smaller size than keys, as latent attention has them, are
 filled up with zeros, as transformers does for its own flash kernels.
 
+Rows that another trainer padded are put in one line (padding_free.py); their attention has the kernels for
+packed rows, and sdpa of the rows one below the other where those can't run.
+
 Over long rows a backward's workspace is the peak of a step (`apply_attention_tiles`).
 
 Shapes: B bins, T tokens of a bin, N rows of the batch, H heads, K key-value heads, D head size.
@@ -38,10 +41,13 @@ from .sinks import attention_with_sinks
 VARLEN, FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
 TORCH_FA, TORCH_FA_PACKED = "torch_fa", "torch_fa_packed"  # by kernels that come with torch
 FA4 = "fa4"
+# sdpa of padded rows, and of rows in one line by kernels that are told where rows begin. BY_ROWS is sdpa
+# here too: of the rows one below the other.
+BY_ROWS = "by_rows"
+PADDING_FREE = {name: f"padding_free_{name}" for name in (VARLEN, FA4_PACKED, BY_ROWS)}
 UNMASKED = {  # the same where no mask is asked for
     "sdpa": "sdpa_causal",
-    FA4: "fa4_causal",
-    TORCH_FA: "torch_fa_causal",
+    **{name: f"{name}_causal" for name in (FA4, TORCH_FA, *PADDING_FREE.values())},
 }
 # torch 2.11 takes fewer key-value heads as they come; since 2.12 it wants to be told.
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -235,6 +241,59 @@ def _attention_of_rows(
     return out[..., : value.shape[-1]], None
 
 
+def _padding_free_attention(
+    name: str,
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of rows in one line by `name`, a key of PADDING_FREE, or where no borders are told, sdpa's.
+
+    Flash kernels leave fp32 and dropout to sdpa of the rows one below the other.
+    """
+    if attention_mask is not None or kwargs.get("cu_seq_lens_q") is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    fits = compute_input(query).dtype in (torch.bfloat16, torch.float16)
+    if name == BY_ROWS or not fits or kwargs.get("dropout"):
+        return _attention_by_rows(module, query, key, value, **kwargs)
+    return _packed_attention(name, module, query, key, value, None, **kwargs)
+
+
+def _attention_by_rows(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """`_packed_attention` by sdpa, of the rows one below the other and padded on the right.
+
+    Causal attention does not look there, so only a window needs a mask, of the longest row.
+    """
+    assert kwargs.get("softcap") is None and kwargs.get("position_bias") is None
+    bins, tokens = query.shape[0], query.shape[2]
+    starts, ends = cu_seq_lens_q.long()[:-1], cu_seq_lens_q.long()[1:]
+    offsets = torch.arange(max_length_q, device=query.device)
+    places = starts[:, None] + offsets
+    places = places.where(places < ends[:, None], starts[:, None]).clamp(max=bins * tokens - 1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2) for x in (query, key, value))
+    seen = None
+    if sliding_window:
+        behind = offsets[:, None] - offsets
+        seen = ((behind >= 0) & (behind < sliding_window))[None, None]
+    out, _ = sdpa_attention_forward(module, q, k, v, seen, **kwargs)  # (N, L, H, D)
+    line = torch.arange(bins * tokens, device=query.device)
+    row = torch.searchsorted(ends, line, right=True)
+    return out[row, line - starts[row]].unflatten(0, (bins, tokens)), None
+
+
 def _eager_attention(module, query, key, value, attention_mask: Tensor | None, **kwargs):
     """The eager attention of the model's own code, under a mask that is boolean or added."""
     if attention_mask is not None and attention_mask.dtype == torch.bool:
@@ -298,6 +357,7 @@ _KERNELS = {
     **{name: partial(_packed_attention, name) for name in (VARLEN, FA4_PACKED, TORCH_FA_PACKED)},
     "sdpa": sdpa_attention_forward,
     **{name: partial(_attention_of_rows, name) for name in (FA4, TORCH_FA)},
+    **{name: partial(_padding_free_attention, by) for by, name in PADDING_FREE.items()},
 }
 # No function for AttentionMaskInterface: then transformers builds no mask. With one, it would ask
 # the GPU in every forward whether positions restart, and wait for the answer.
@@ -305,5 +365,5 @@ for _name, _attend_rows in _KERNELS.items():
     AttentionInterface.register(_name, partial(in_tiles, _attend_rows))
 for _name, _unmasked in UNMASKED.items():
     AttentionInterface.register(_unmasked, partial(in_tiles, _KERNELS[_name]))
-for _name in (FA4, TORCH_FA):  # outside of rows_alone a batch may need a mask
+for _name in (FA4, TORCH_FA, *PADDING_FREE.values()):  # outside of rows_alone a batch may need a mask
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -18,6 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .attention import masks_of_rows
+from .blocks import base_model, output_head
 from .row_mixers import mix_rows_apart, row_mixers
 
 ROWS = (5, 7)  # tokens of the two
@@ -88,12 +89,29 @@ def keep_rows_apart(model: nn.Module):
     _give_masks(model)
 
 
-def small_instance(model: nn.Module) -> nn.Module:
-    """A small random model of the same code and layers, on the CPU in fp32."""
+def why_rows_meet(model: nn.Module) -> str:
+    """Why packed rows would see each other under kernels that are told where rows begin; empty if none does.
+
+    model: a language model, or a classifier on one, adapted or not; it stays as it is.
+    """
+    try:
+        if _rows_are_apart(small_instance(model, _BY_BORDERS)):
+            return ""
+    except Exception as error:  # noqa: BLE001  sizes of a config that nobody has seen, or its code
+        return f"a small model of its kind can't be tested ({type(error).__name__})"
+    return "packed rows would see each other"
+
+
+def small_instance(model: nn.Module, used: str | None = None) -> nn.Module:
+    """A small random language model of the same code and layers, on the CPU in fp32.
+
+    used: its attention, in place of the model's own.
+    """
+    model = base_model(model)
     config, kind = model.config.get_text_config(), type(model)
-    if config is not model.config:
+    if config is not model.config or output_head(model) is None:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    used = model.config._attn_implementation
+    used = used or model.config._attn_implementation
     if used not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in used:
         used = _BY_BORDERS
     elif used != "eager":
@@ -220,7 +238,7 @@ def _attention_by_borders(
             seen = seen.triu(1 - sliding_window)
         q, k, v = (t[:, :, start:stop] for t in (query, key, value))
         out.append(nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling))
-    return torch.cat(out, 2).transpose(1, 2), None
+    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(_BY_BORDERS, _attention_by_borders)
