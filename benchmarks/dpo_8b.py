@@ -5,7 +5,8 @@
 The folder is filled with random weights of the model's true shape if it is not there. Both ways train
 the same adapters on the same rows with the same arguments of TRL, each in a process of its own: ours
 through `integrations.trl`, theirs with PEFT and bitsandbytes. A step's tokens are those of the chosen and
-the rejected rows; the reference policy's forward is part of the step. Prints both, and writes JSON lines.
+the rejected rows, without padding; the reference policy's forward is part of the step. With `--lengths
+mixed` rows have an eighth of `--length` tokens to all of them. Prints both, and writes JSON lines.
 A way that outlasts its share of `--minutes` is stopped; it makes a row of status "timeout".
 """
 
@@ -40,6 +41,13 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048, help="tokens of each row")
+    parser.add_argument(
+        "--lengths",
+        default="equal",
+        choices=["equal", "mixed"],
+        help="mixed: of each row drawn from --length / 8 to --length, the same for both ways",
+    )
+    parser.add_argument("--padded", action="store_true", help="ours only: compute the padding too")
     parser.add_argument("--steps", type=int, default=5, help="that are measured")
     parser.add_argument("--lora_rank", type=int, default=64)
     parser.add_argument("--activation_policy", help="ours only; as --activation_policy of train.py")
@@ -81,19 +89,29 @@ def fill(folder: Path, model: str, layers: int | None = None):
         ).save_pretrained(folder)
 
 
-def rows(options: argparse.Namespace, vocab_size: int) -> list[dict]:
-    """A quarter of each row is its prompt."""
-    draw, prompt = random.Random(0), options.length // 4
+def row_lengths(options: argparse.Namespace, mixed: bool = False) -> list[tuple[int, int]]:
+    """Tokens of the chosen and the rejected row of each pair."""
+    count, most = options.batch_size * (WARM_UP + options.steps), options.length
+    if not mixed:
+        return [(most, most)] * count
+    draw = random.Random(1)
+    return [(draw.randint(most // 8, most), draw.randint(most // 8, most)) for _ in range(count)]
+
+
+def rows(lengths: list[tuple[int, int]], vocab_size: int) -> list[dict]:
+    """Pairs of these many tokens; a quarter of the shorter row is the prompt."""
+    draw = random.Random(0)
 
     def text(count: int) -> str:
         return " ".join(str(draw.randrange(3, vocab_size)) for _ in range(count))
 
-    count = options.batch_size * (WARM_UP + options.steps)
-    rest = options.length - prompt - 1  # TRL adds the end
-    return [
-        dict(prompt=text(prompt), chosen=" " + text(rest), rejected=" " + text(rest))
-        for _ in range(count)
-    ]
+    found = []
+    for chosen, rejected in lengths:
+        prompt = max(1, min(chosen, rejected) // 4)
+        row, rest = dict(prompt=text(prompt)), prompt + 1  # TRL adds the end
+        row |= dict(chosen=" " + text(chosen - rest), rejected=" " + text(rejected - rest))
+        found.append(row)
+    return found
 
 
 def step_watch(last: int | None = None):
@@ -173,15 +191,20 @@ def adapter(options: argparse.Namespace):
     )
 
 
-def figures(trainer, watch, tokens_per_step: int) -> dict:
-    """What a trainer that has trained measured."""
+def figures(trainer, watch, tokens_per_step: int | None) -> dict:
+    """What a trainer that has trained measured; None for steps of unequal size, whose tokens it counted."""
     trainer.train()
     steps = watch.seconds()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in logs]
     seconds = statistics.median(steps)
+    speed = tokens_per_step and tokens_per_step / seconds
+    if speed is None:
+        counts = [logs[end - 1]["num_tokens"] for end in (WARM_UP, WARM_UP + len(steps))]
+        speed = (counts[1] - counts[0]) / sum(steps)
     return dict(
         seconds_per_step=seconds,
-        tokens_per_second=tokens_per_step / seconds,
+        tokens_per_second=speed,
         **memory(),
         steps_measured=len(steps),
         loss_first=losses[0],
@@ -205,15 +228,16 @@ def measure(options: argparse.Namespace) -> dict:
         callbacks.append(
             profile_of_last_step(options.profile / f"{options.one}.txt", given["max_steps"])
         )
+    mixed = options.lengths == "mixed"
     trainer = (_ours if options.one == "ours" else _theirs)(
         options,
         args=trl.DPOConfig(**given, max_length=options.length),
-        train_dataset=Dataset.from_list(rows(options, len(tokenizer))),
+        train_dataset=Dataset.from_list(rows(row_lengths(options, mixed), len(tokenizer))),
         processing_class=tokenizer,
         peft_config=adapter(options),
         callbacks=callbacks,
     )
-    return figures(trainer, watch, 2 * options.batch_size * options.length)
+    return figures(trainer, watch, None if mixed else 2 * options.batch_size * options.length)
 
 
 def memory() -> dict:
@@ -238,6 +262,7 @@ def _ours(options: argparse.Namespace, **given):
         attention_tiles=options.attention_tiles,
         compute_dtype=options.compute_dtype,
         use_activation_cpu_offload=options.use_activation_cpu_offload,
+        padding_free=not options.padded,
         **given,
     )
 
@@ -274,6 +299,8 @@ def run_way(way: str, options: argparse.Namespace, arguments: list[str], seconds
         quant="nf4",
         batch_size=options.batch_size,
         context_length=options.length,
+        lengths=options.lengths,
+        padding_free=way == "ours" and not options.padded,
         lora_rank=options.lora_rank,
         activation_policy=way == "ours" and options.activation_policy or "recompute_all",
         compile=way == "ours" and options.compile,

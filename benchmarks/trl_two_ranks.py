@@ -22,7 +22,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from dpo_8b import LIBRARIES, WARM_UP, adapter, common_arguments, figures, fill, rows, step_watch
+from dpo_8b import (
+    LIBRARIES,
+    WARM_UP,
+    adapter,
+    common_arguments,
+    figures,
+    fill,
+    row_lengths,
+    rows,
+    step_watch,
+)
 
 from fsdp_qlora.dist import ranks_from_env
 
@@ -59,7 +69,7 @@ def trainer_of(task: str, options: argparse.Namespace, **given):
     from fsdp_qlora.integrations.trl import DPOTrainer, GRPOTrainer
 
     common = common_arguments(options)
-    data = rows(options, len(given["processing_class"]))
+    data = rows(row_lengths(options), len(given["processing_class"]))
     if task == "dpo":
         args = trl.DPOConfig(**common, max_length=options.length)
         return DPOTrainer(

@@ -365,5 +365,9 @@ for _name, _attend_rows in _KERNELS.items():
     AttentionInterface.register(_name, partial(in_tiles, _attend_rows))
 for _name, _unmasked in UNMASKED.items():
     AttentionInterface.register(_unmasked, partial(in_tiles, _KERNELS[_name]))
-for _name in (FA4, TORCH_FA, *PADDING_FREE.values()):  # outside of rows_alone a batch may need a mask
+for _name in (
+    FA4,
+    TORCH_FA,
+    *PADDING_FREE.values(),
+):  # outside of rows_alone a batch may need a mask
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -71,6 +71,8 @@ def why_padded(model: nn.Module) -> str:
         return f"{config.model_type} has a language model inside"
     if mixers := row_mixers(base):
         return f"{type(next(iter(mixers.values()))).__name__} carries a state along a row"
+    if any(hasattr(m, "balanced_by") for m in base.modules()):
+        return "the balance of its routers counts padded rows"
     return why_not_padding_free(config) or why_rows_meet(base)
 
 
@@ -158,7 +160,7 @@ def _without_padding(decoder: nn.Module, own, *args, **kwargs):
 
 
 def _can_be_a_line(decoder: nn.Module, given: dict) -> bool:
-    """Whether ids, a mask of padding and settings are all that a forward is given, and states all it gives."""
+    """Whether a forward is given ids, a mask of padding and settings alone, and returns states alone."""
     ids, mask, config = given.get("input_ids"), given.get("attention_mask"), decoder.config
 
     def asked(name: str) -> bool:

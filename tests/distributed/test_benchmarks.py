@@ -537,6 +537,14 @@ def test_dpo_is_measured_beside_trl_alone_with_the_same_losses(tmp_path):
         assert row["loss_last"] != row["loss_first"]
     for way in ("ours", "peer"):
         assert "matmul" in (tmp_path / f"profile/{way}.txt").read_text()
+    mixed = dpo_8b.main([model, "--model", "tiny", *small, "--lengths", "mixed"])
+    assert [(row["status"], row["lengths"], row["padding_free"]) for row in mixed] == [
+        ("ok", "mixed", True),
+        ("ok", "mixed", False),
+    ]
+    for row in mixed:  # of two steps, their median is their mean
+        real = row["tokens_per_second"] * 2 * row["seconds_per_step"]
+        assert 2 * 2 * 2 * 3 < real < 2 * 2 * 2 * 24
     (late,) = dpo_8b.main([model, "--model", "tiny", "--ways", "peer", "--minutes", "0.01", *small])
     assert late["status"] == "timeout" and "tokens_per_second" not in late
 

@@ -87,7 +87,7 @@ def settings(kind: str, output: str, **more) -> dict:
     )
 
 
-def trainer(module, kind: str, folder: str, model, output: str, given: dict, **more):
+def trainer(module, kind: str, folder: str, model, output: str, given: dict, rows=None, **more):
     import trl
     from datasets import Dataset
     from peft import LoraConfig
@@ -104,7 +104,7 @@ def trainer(module, kind: str, folder: str, model, output: str, given: dict, **m
     return getattr(module, f"{kind}Trainer")(
         model,
         args=getattr(trl, f"{kind}Config")(**settings(kind, output, **given)),
-        train_dataset=Dataset.from_list(rows_of(kind)),
+        train_dataset=Dataset.from_list(rows or rows_of(kind)),
         processing_class=tokenizer,
         peft_config=lora,
         **more,
@@ -132,7 +132,7 @@ def train_cases(folder: str, output: str, cases: list[tuple]) -> list:
     return found
 
 
-def reference_cases(folder: str, output: str, cases: list[tuple]) -> list:
+def reference_cases(folder: str, output: str, cases: list[tuple], rows=rows_of) -> list:
     """The same with plain TRL and PEFT; 4-bit weights are dequantized, so adapters are fp32 there too."""
     import trl
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -151,7 +151,8 @@ def reference_cases(folder: str, output: str, cases: list[tuple]) -> list:
         )
         if quant != "none":
             dequantize_linears(quantize_linears(model, quant), torch.float32)
-        made = trainer(trl, kind, folder, model, output, dict(per_device_train_batch_size=4))
+        given = dict(per_device_train_batch_size=4)
+        made = trainer(trl, kind, folder, model, output, given, rows(kind))
         for name, p in made.model.named_parameters():
             if "lora_A" in name:
                 p.data = initial_a(name, SEED, p.shape).to(p.dtype)
