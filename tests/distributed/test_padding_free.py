@@ -70,8 +70,9 @@ def counted(model, found: list[tuple[int, int, int]]):
     base, masks = base_model(model), []
 
     def begin(module, args, kwargs):
-        if kwargs.get("past_key_values") is None and "attention_mask" in kwargs:
-            masks.append(kwargs["attention_mask"])
+        mask = kwargs.get("attention_mask")
+        if kwargs.get("past_key_values") is None and mask is not None:
+            masks.append(mask)
 
     def computed(module, args):
         if masks:
