@@ -109,8 +109,10 @@ def small_instance(model: nn.Module, used: str | None = None) -> nn.Module:
     """
     model = base_model(model)
     config, kind = model.config.get_text_config(), type(model)
-    if config is not model.config or output_head(model) is None:
+    if config is not model.config:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    elif output_head(model) is None:  # a classifier
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
     used = used or model.config._attn_implementation
     if used not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in used:
         used = _BY_BORDERS
