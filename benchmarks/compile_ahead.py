@@ -5,7 +5,7 @@
     python benchmarks/compile_ahead.py --config examples/recipes/34b-2x24gb.yaml --world_size 2
 
 Compiling takes most of a cell's time, and one CPU core or two. Blocks of a model are alike, so a step of
-a model of two blocks is enough for each activation policy and shape; processes do it beside each other,
+two blocks, or as many as hold each kind, is enough for each policy and shape; processes do it side by side,
 which they must not when something is timed. Then `fsdp-qlora bench` finds the graphs on disk. Each rank
 has graphs of its own, as its device is part of them: cells of several GPUs are compiled on as many. What
 is auto is planned first, for the whole model on this machine, as bench will.
@@ -98,7 +98,7 @@ def planned(cell: Cell) -> dict:
 
 
 def thin_cells(cells: list[Cell]) -> list[Cell]:
-    """One cell of two blocks for each graph that compiled cells need."""
+    """One cell of a few blocks for each graph that compiled cells need."""
     found: dict[tuple, Cell] = {}
     default = {f.name: default_of(f) for f in fields(RunConfig)}
     for cell in cells:
@@ -119,7 +119,9 @@ def thin_cells(cells: list[Cell]) -> list[Cell]:
 
 
 def thinned(cell: Cell) -> list[Cell]:
-    """A settled cell cut to two blocks, once for each of its activation policies."""
+    """A settled cell cut to its first blocks, once for each of its activation policies."""
+    order = cell.shape.order
+    blocks = max([BLOCKS, *(1 + order.index(kind) for kind in {*order})])
     config, parts = cell.config, cell.config.activation_policy.split(",")
     strategy = "ddp" if cell.gpus == 1 else config.sharding_strategy
     seen = {name: value for name, value in cell.settings.items() if name not in OUTSIDE}
@@ -134,7 +136,7 @@ def thinned(cell: Cell) -> list[Cell]:
         replace(
             cell,
             name=f"{cell.name}: {part}",
-            num_hidden_layers=BLOCKS,
+            num_hidden_layers=blocks,
             gpu_memory_gib=None,
             settings=seen | dict(activation_policy=part.split(":")[0]),
         )

@@ -43,6 +43,7 @@ from .model.attention_kernels import apply_attention_tiles
 from .model.autocast import apply_autocast
 from .model.block_kinds import num_block_kinds
 from .model.blocks import base_model, block_list, decoder_blocks, final_norm
+from .model.delta_rule import apply_delta_rule
 from .model.packing_probe import keep_rows_apart
 from .model.row_mixers import leave_uncompiled
 from .model.sequence_parallel import apply_sequence_parallel
@@ -192,6 +193,7 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     own. Eager, the norm would hold several copies of all hidden states in fp32. `dynamic` compiles for
     any number of rows and tokens at once, instead of for the first ones, then the next.
     """
+    apply_delta_rule(model)  # of one that was made elsewhere
     leave_uncompiled(model)
     # Else the integers of modules that FSDP owns (head_dim, in_features) are symbols under `dynamic`, and
     # shapes are terms of them: twice the time to compile. Those of other modules are constants anyway.

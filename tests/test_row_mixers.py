@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import meta_model
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.model import packing_probe
 from fsdp_qlora.model import row_mixers as mixers
+from fsdp_qlora.model.blocks import decoder_blocks
+from fsdp_qlora.model.delta_rule import apply_delta_rule
 from fsdp_qlora.model.packing_probe import keep_rows_apart
 from fsdp_qlora.model.row_mixers import Borders, check_kernels, leave_uncompiled, row_mixers
 
@@ -25,6 +31,22 @@ HYBRIDS = [
     "Nemotron 3", "Kimi Linear", "OLMo Hybrid", "MiniMax 01",
 ]  # fmt: skip
 VOCAB = SIZES["vocab_size"]
+SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_attention_heads=2)
+# Mixers of Mamba 1, whose code without kernels loops over tokens.
+OVER_TOKENS = {
+    "Jamba": AutoConfig.for_model(
+        "jamba",
+        **SMALL,
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        expert_layer_period=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "Mamba": AutoConfig.for_model("mamba", **SMALL, num_hidden_layers=1, time_step_rank=4),
+}
 LENGTHS = (11, 26, 3, 1, 25, 14)  # two bins of 40
 
 
@@ -38,6 +60,7 @@ def made(family: str):
                 p.normal_(0, 0.1)
     ours = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float32).eval()
     ours.load_state_dict(plain.state_dict())
+    apply_delta_rule(ours)
     keep_rows_apart(ours)
     return ours, plain
 
@@ -135,23 +158,45 @@ def test_a_run_over_packed_rows_has_the_loss_and_gradients_of_the_padded_rows(fa
     assert all((grads[n] - g).norm() <= 1e-4 * g.norm() + 1e-8 for n, g in expected.items())
 
 
-def test_what_is_compiled_of_a_delta_net_does_not_grow_with_its_row():
-    """Compiled, its loop over chunks of 64 tokens would be unrolled."""
-    found, rows = [], {64: rows_of((64,)), 320: rows_of((320,))}
-    for tokens, (row,) in rows.items():
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        _, model = made("Qwen3.5")
-        expected = model(row, use_cache=False).logits
-        leave_uncompiled(model)
-        for block in model.model.layers:
-            block.forward = torch.compile(block.forward, backend="aot_eager")
-        torch.testing.assert_close(
-            model(row, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5
-        )
-        found.append(torch._dynamo.utils.counters["stats"]["calls_captured"])
-        assert row.shape[1] == tokens
+def compiled_nodes(model, row: torch.Tensor, policy: str) -> tuple[int, list[str]]:
+    """Nodes of all graphs, forward and backward, that are compiled for a row; why they break off."""
+    nodes = []
+
+    def count(graph, _):
+        nodes.append(len(graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    apply_activation_policy(model, policy)
+    apply_delta_rule(model)
+    leave_uncompiled(model)
+    for block in decoder_blocks(model):
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+    model(row, use_cache=False).logits.sum().backward()
+    return sum(nodes), [*torch._dynamo.utils.counters["graph_break"]]
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, *OVER_TOKENS])
+def test_what_is_compiled_of_a_mixer_does_not_grow_with_its_row(family):
+    """Its loops over chunks of 64 tokens, or over tokens, would be unrolled."""
+    config = OVER_TOKENS.get(family) or family_config(family)
+    found = []
+    for tokens in (64, 320):
+        with torch.random.fork_rng():
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        found.append(compiled_nodes(model, *rows_of((tokens,)), "keep_all")[0])
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", "keep_linears", "keep_all"])
+@pytest.mark.parametrize("family", ["Qwen3.5", "OLMo Hybrid"])
+def test_a_delta_nets_block_is_compiled_as_a_whole(family, policy):
+    """One that breaks off would run eager, under a policy that recomputes."""
+    model = AutoModelForCausalLM.from_config(family_config(family))
+    nodes, breaks = compiled_nodes(model, *rows_of((70,)), policy)
+    assert nodes > 0 and not breaks
 
 
 @pytest.mark.parametrize(

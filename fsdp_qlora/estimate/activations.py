@@ -101,18 +101,37 @@ def _state_saved(shape: ModelShape, plan: Plan) -> float:
     """Bytes that a mixer with a state saves: what it takes, before and after its convolution, and gives.
 
     As kernels that make the state of a chunk again in their backward do; the attention within a chunk is
-    kept, a row of it for each token and head. Plain torch keeps each step of it, in fp32.
+    kept, a row of it for each token and head. Plain torch keeps no such row, but copies of queries, keys
+    and values, decays by channel in fp32 and, eager, three values of the gated norm.
     """
     if not shape.block or not shape.state_width:
         return 0.0
-    mixer, chunk = shape.block.mixer, constants.STATE_CHUNK
-    if mixer.is_delta_net and not plan.model.state_kernels:
-        state = mixer.state / mixer.state_heads
-        values = constants.TORCH_CHUNK_ROWS * chunk + constants.TORCH_HEAD_VALUES * state**0.5
-        return plan.batch.tokens * mixer.state_heads * 4 * (values + state / chunk)
+    mixer, a = shape.block.mixer, plan.model.product_bytes
     given = mixer.linears[-1][1][1]
-    values = 2 * shape.state_width + given + chunk * mixer.state_heads
-    return plan.batch.tokens * values * plan.model.product_bytes
+    values = a * 2 * shape.state_width
+    if not _on_plain_torch(shape, plan):
+        return plan.batch.tokens * (
+            values + a * (given + constants.STATE_CHUNK * mixer.state_heads)
+        )
+    of_norm = 0 if plan.loop.compile else 12 - a
+    return plan.batch.tokens * (values + given * (3 * a + of_norm + 4 * mixer.decays_by_channel))
+
+
+def _on_plain_torch(shape: ModelShape, plan: Plan) -> bool:
+    """Whether a block has a delta net without kernels (model/delta_rule.py)."""
+    return bool(shape.block and shape.block.mixer.is_delta_net and not plan.model.state_kernels)
+
+
+def _state_working(shape: ModelShape, plan: Plan) -> float:
+    """What the backward of a delta net without kernels holds: all steps of its chunks in fp32."""
+    if not shape.block or not _on_plain_torch(shape, plan):
+        return 0.0
+    mixer, chunk = shape.block.mixer, constants.STATE_CHUNK
+    state = mixer.state / mixer.state_heads
+    values = constants.TORCH_HEAD_VALUES + constants.TORCH_CHANNEL_VALUES * mixer.decays_by_channel
+    each = constants.TORCH_CHUNK_ROWS * chunk + values * state**0.5
+    each += constants.TORCH_STATES * state / chunk
+    return plan.batch.tokens * mixer.state_heads * 4 * each
 
 
 def _adapter_saved(shape: ModelShape, plan: Plan) -> float:
@@ -231,10 +250,11 @@ def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[flo
         (saved, _norms_working(shape, plan)),
         *((saved - gone, used) for gone, used in experts.backward_moments(shape, plan, policy)),
     ]
+    gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)
+    gone += _output_copy(shape, plan, policy)
     if tiles > 1:
-        gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)
-        gone += _output_copy(shape, plan, policy)
         places.append((saved - gone, _attention_working(shape, plan, policy)))
+    places.append((saved - gone, _state_working(shape, plan)))
     return max(places, key=sum)
 
 

@@ -61,9 +61,10 @@ ROUTING_SECONDS = 0.0004
 # ---- mixers with a state -----------------------------------------------------------------------
 # Not measured yet: counted from the kernels of flash-linear-attention and mamba-ssm.
 STATE_CHUNK = 64  # tokens whose attention within the chunk is kept, per token and head
-# What plain torch keeps of a delta net in fp32, per token and head, where flash-linear-attention is missing:
-# rows of a chunk's attention, and values of a head's size (traced; beside states, one for each chunk).
-TORCH_CHUNK_ROWS, TORCH_HEAD_VALUES = 5, 17.75
+# What the backward of a delta net holds in fp32 where flash-linear-attention is missing, per token and head:
+# rows of a chunk's attention, values of a head's size, more if its decays are by channel, and states, of
+# which each chunk has one (model/delta_rule.py, traced).
+TORCH_CHUNK_ROWS, TORCH_HEAD_VALUES, TORCH_CHANNEL_VALUES, TORCH_STATES = 5, 19.3, 55.4, 2
 STATE_PASSES = (
     6  # of what a mixer convolves, read or written by a forward; a backward twice as many
 )

@@ -108,7 +108,7 @@ def _with_state_kernels(plan: Plan, shape: ModelShape, machine: Machine) -> Plan
         return plan
     reason = (
         f"flash-linear-attention is not installed: the delta nets of {shape.family} run on plain torch, "
-        "which is slow and keeps more (pip install flash-linear-attention)"
+        "which is slower and takes more memory in its backward (pip install flash-linear-attention)"
     )
     return plan.choose(reason, state_kernels=False)
 

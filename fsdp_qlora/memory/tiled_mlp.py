@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..adapters.lora_layer import LoraLinear
 from ..choices import POLICIES
 from ..model.blocks import base_model, decoder_blocks, has_experts, mlp_of
+from ..model.opaque_ops import outside_of_op
 from ..own_forward import compute_by
 
 
@@ -168,7 +169,7 @@ def tiled_mlp(
     mlp, rows = _TiledMlp.known[handle.item()], x.reshape(-1, x.shape[-1])
     y = x.new_empty(x.shape, dtype=token.dtype)
     y_rows = y.view(rows.shape)
-    with _outside_of_op(), torch.no_grad(), _in_tiles(mlp, x.device, seed, autocast):
+    with outside_of_op(), torch.no_grad(), _in_tiles(mlp, x.device, seed, autocast):
         for part in mlp.parts(rows):
             y_rows[part] = mlp.forward(rows[part][None])[0]
     return y
@@ -191,7 +192,7 @@ def _tiled_mlp_backward(
         torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights
     ]
     with (
-        _outside_of_op(),
+        outside_of_op(),
         torch.enable_grad(),
         _in_tiles(mlp, x.device, seed, autocast),
         only_gradients(mlp.last),
@@ -205,19 +206,6 @@ def _tiled_mlp_backward(
             for total, gradient in zip(totals, found, strict=True):
                 total += gradient
     return [dx, *(t.to(w.dtype) for t, w in zip(totals, weights, strict=True))]
-
-
-@contextmanager
-def _outside_of_op():
-    """Let autograd and compiled code see tensors inside of an opaque op as they do elsewhere.
-
-    torch keeps autograd away from what runs in one.
-    """
-    skipped = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        skipped = skipped.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), skipped):
-        yield
 
 
 @contextmanager

@@ -27,7 +27,8 @@ _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
 # Versions that give gated delta nets wrong gradients on Hopper, but for kernels of tilelang's
 # (https://github.com/fla-org/flash-linear-attention/issues/640).
 _WRONG_TRITON = Version("3.4"), Version("3.7.1")
-_BY_CHUNKS = ("Delta", "Lightning")  # parts of the names of mixers whose code loops over chunks
+_BY_CHUNKS = ("Delta", "Lightning")  # parts of the names of mixers whose code loops over chunks,
+_BY_TOKENS = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer")  # over tokens
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,15 @@ def check_kernels(model: nn.Module, device: torch.device):
 
 
 def leave_uncompiled(model: nn.Module):
-    """Keep mixers that go over a row chunk by chunk out of torch.compile, in place.
+    """Keep mixers that go over a row step by step out of torch.compile, in place; blocks then run eager.
 
-    It would unroll them: 64 chunks of each block at 4,096 tokens, which takes minutes. Kernels that do it
-    at once can't be compiled either.
+    It would unroll them: 64 chunks of each block at 4,096 tokens, or each token. Kernels that do it at once
+    can't be compiled either. Delta nets with an op of ours can (delta_rule.py).
     """
     for mixer in row_mixers(model).values():
-        if any(part in type(mixer).__name__ for part in _BY_CHUNKS):
+        name = type(mixer).__name__
+        by_steps = any(part in name for part in _BY_CHUNKS) or name in _BY_TOKENS
+        if by_steps and not getattr(mixer, "has_own_rule", False):
             compute_by(mixer, _left_uncompiled)
 
 

@@ -343,6 +343,21 @@ cells:
     )
 
 
+def test_graphs_of_a_hybrid_are_made_ahead_from_blocks_of_each_kind():
+    from compile_ahead import thin_cells, wanted_cells
+
+    options = SimpleNamespace(
+        grids=[],
+        rows=["qwen3_5_9b_qlora"],
+        only="",
+        config=[],
+        world_size=None,
+        gpu_memory_gib=None,
+    )
+    thin = thin_cells(wanted_cells(options))
+    assert {(c.shape.layers, len(c.shape.block_kinds())) for c in thin} == {(4, 2)}
+
+
 @pytest.mark.parametrize(
     "ranks, ours, peers",
     [

@@ -135,6 +135,7 @@ def _kimi_delta(c: dict) -> Mixer:
         state=width * size,
         state_heads=heads,
         is_delta_net=True,
+        decays_by_channel=True,
     )
 
 

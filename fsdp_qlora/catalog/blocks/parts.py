@@ -26,6 +26,7 @@ class Mixer:
     state: int = 0  # values of the state that every token updates and reads
     state_heads: int = 0
     is_delta_net: bool = False  # whose kernels are flash-linear-attention's, if that is installed
+    decays_by_channel: bool = False  # of a head's keys, not by head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,185 @@
+"""The gated delta rule as one op: against transformers' functions and models, and token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+from fsdp_qlora.model import delta_rule as rules
+from fsdp_qlora.model.delta_rule import apply_delta_rule, delta_rule
+
+from .families import SIZES, family_config
+
+THEIRS = dict(
+    head=qwen.torch_chunk_gated_delta_rule,
+    channel=kimi.chunk_kimi_delta_attention,
+)
+DELTA_NETS = ["Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next", "OLMo Hybrid", "Kimi Linear"]
+ROWS, HEADS, KEYS, VALUES = 2, 3, 16, 24
+
+
+def given(decays: str, tokens: int, dtype: torch.dtype, strength: float = 1.0) -> list[Tensor]:
+    """query, key, value, decay and beta of rows (B, T, H, ...); keys that are alike, as of real text."""
+    torch.manual_seed(0)
+    shape = (ROWS, tokens, HEADS)
+    values = VALUES if decays == "head" else KEYS
+    decay = torch.randn(*shape, *([KEYS] if decays == "channel" else []))
+    made = [torch.randn(*shape, KEYS), torch.randn(*shape, KEYS) + 0.5, torch.randn(*shape, values)]
+    made = [x.to(dtype) for x in made]
+    made += [-strength * nn.functional.softplus(decay), torch.randn(shape).sigmoid().to(dtype)]
+    return [x.requires_grad_() for x in made]
+
+
+def ours(query, key, value, decay, beta) -> Tensor:
+    flat = [x.flatten(0, 1) for x in (query, key, value, decay, beta)]
+    return delta_rule(*flat, len(query), True).unflatten(0, query.shape[:2])
+
+
+def token_by_token(query, key, value, decay, beta) -> Tensor:
+    """The rule as papers write it, in fp64."""
+    query, key, value, decay, beta = (x.double() for x in (query, key, value, decay, beta))
+    query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+    decay = decay if decay.dim() == 4 else decay[..., None]
+    state = query.new_zeros(ROWS, HEADS, key.shape[-1], value.shape[-1])
+    read = []
+    for t in range(query.shape[1]):
+        state = state * decay[:, t].exp()[..., None]
+        wrong = value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], beta[:, t, :, None] * wrong)
+        read.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+    return torch.stack(read, 1) * query.shape[-1] ** -0.5
+
+
+def gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.autograd.grad(out, tensors, torch.randn(out.shape).to(out.dtype)))
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 64, 200])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 3e-6), (torch.bfloat16, 3e-4)])
+@pytest.mark.parametrize("decays", THEIRS)
+def test_what_it_gives_and_its_gradients_are_those_of_transformers(decays, dtype, bound, tokens):
+    tensors = given(decays, tokens, dtype)
+    query, key, value, decay, beta = tensors
+    more = dict(g=decay, beta=beta, use_qk_l2norm_in_kernel=True)
+    expected, _ = THEIRS[decays](query, key, value, **more)
+    found = ours(*tensors)
+    assert found.dtype == expected.dtype and off(found, expected) < bound
+    for a, b in zip(gradients(found, tensors), gradients(expected, tensors), strict=True):
+        assert a.dtype == b.dtype and (a.norm() == b.norm() == 0 or off(a, b) < bound)
+
+
+@pytest.mark.parametrize("strength", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("decays", THEIRS)
+def test_it_is_exact_where_states_last_and_where_they_are_gone_at_once(decays, strength):
+    tensors = given(decays, 150, torch.float32, strength)
+    expected, found = token_by_token(*tensors), ours(*tensors)
+    assert off(found, expected) < 2e-6
+    for a, b in zip(gradients(found, tensors), gradients(expected, tensors), strict=True):
+        assert off(a, b) < 1e-4  # a decay's that is gone at once is a small difference of sums
+
+
+@pytest.mark.parametrize("tokens, rows", [(64, 1), (64, 2), (70, 2)])
+@pytest.mark.parametrize("decays", THEIRS)
+def test_torch_may_trace_it_as_any_op(decays, tokens, rows):
+    tensors = [x.detach()[:rows] for x in given(decays, tokens, torch.float32)]
+    flat = [x.flatten(0, 1).requires_grad_() for x in tensors]
+    torch.library.opcheck(delta_rule, (*flat, rows, True))
+
+
+@pytest.mark.parametrize("decays", THEIRS)
+def test_under_autocast_it_still_sums_in_fp32(decays):
+    tensors = given(decays, 100, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours(*tensors)
+        grads = gradients(found, tensors)
+    expected = ours(*tensors)
+    for a, b in zip([found, *grads], [expected, *gradients(expected, tensors)], strict=True):
+        assert torch.equal(a, b)
+
+
+def pair(family: str) -> tuple[nn.Module, nn.Module]:
+    """A random model with the op, and the same as transformers makes it."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in plain.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.1)
+    changed = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float32).eval()
+    changed.load_state_dict(plain.state_dict())
+    apply_delta_rule(changed)
+    apply_delta_rule(changed)  # once more changes nothing
+    return changed, plain
+
+
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_padded_rows_have_the_logits_and_gradients_of_transformers(family, monkeypatch):
+    calls = []
+    monkeypatch.setattr(rules, "delta_rule", lambda *a: calls.append(1) or delta_rule(*a))
+    changed, plain = pair(family)
+    ids = torch.randint(3, SIZES["vocab_size"], (2, 75))
+    mask = torch.ones_like(ids)
+    mask[0, 60:] = mask[1, :9] = 0
+    found, expected = (
+        m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for m in (changed, plain)
+    )
+    nets = sum(getattr(m, "has_own_rule", False) for m in changed.modules())
+    assert len(calls) == nets > 0  # and none of the plain model's
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for logits in (found, expected):
+        logits.square().mean().backward()
+    for (name, p), q in zip(changed.named_parameters(), plain.parameters(), strict=True):
+        if q.grad is not None:
+            assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_answers_are_those_of_transformers(family):
+    ids = torch.randint(3, SIZES["vocab_size"], (1, 70))
+    found, expected = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in pair(family))
+    assert torch.equal(found, expected)
+
+
+def test_a_mixer_that_has_its_rule_as_an_attribute_calls_the_op():
+    """As those of transformers 5.3."""
+
+    class OlderNet(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chunk_gated_delta_rule = THEIRS["head"]
+
+        def forward(self, query, key, value, decay, beta):
+            more = dict(initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True)
+            return self.chunk_gated_delta_rule(query, key, value, g=decay, beta=beta, **more)
+
+    net, tensors = OlderNet(), given("head", 70, torch.float32)
+    expected, _ = net(*tensors)
+    apply_delta_rule(net)
+    found, state = net(*tensors)
+    assert state is None and "delta_rule" in type(found.grad_fn.next_functions[0][0]).__name__
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_where_kernels_are_installed_nothing_is_changed(monkeypatch):
+    monkeypatch.setattr(rules, "has_flash_linear_attention", lambda: True)
+    changed, plain = pair("Qwen3.5")
+    assert [type(m) for m in changed.modules()] == [type(m) for m in plain.modules()]
+
+
+def test_it_keeps_its_inputs_alone():
+    tensors = [
+        x.detach().flatten(0, 1).requires_grad_() for x in given("head", 256, torch.bfloat16)
+    ]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        delta_rule(*tensors, ROWS, True)
+    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in tensors]
