@@ -104,7 +104,7 @@ def sharded_model(
     if plan.loop.compile:
         compile_blocks(model, dynamic=plan.batch.unit != "bin")
     if memory.activation_offload:
-        apply_activation_offload(model, policies)
+        apply_activation_offload(model, policies, memory.attention_offload)
     units = apply_sharding(
         model,
         sharding.strategy,

@@ -161,6 +161,9 @@ class MemoryPlan:
         "use_vocabulary_cpu_offload", None
     )  # None: as cpu_offload
     activation_offload: bool = _of("use_activation_cpu_offload", False)  # recomputed blocks' inputs
+    attention_offload: bool = _derived(
+        False
+    )  # and attention's outputs, where that is all they keep
 
     def tiles(self, policy: str) -> int:
         """Parts in which the MLP of a block with this policy is computed."""

@@ -73,6 +73,7 @@ class BenchRow:
     expert_targets: str | None = None  # adapted weights of experts, separated by commas
     mlp_tiles: int = 1
     attention_tiles: int = 1
+    attention_offload: bool = False  # older code's rows kept attention's outputs on the GPU
     sequence_parallel: int = 1
     keep_fp8_weights: bool = False
     steps_measured: int = 0
@@ -105,6 +106,7 @@ _FIELDS = dict(
     activation_offload="activation_offload",
     mlp_tiles="mlp_tiles",
     attention_tiles="attention_tiles",
+    attention_offload="attention_offload",
     quant="quant",
     absmax_dtype="absmax_dtype",
     compute_dtype="compute_dtype",

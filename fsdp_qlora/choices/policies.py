@@ -24,6 +24,11 @@ class Policy:
         return self.recomputes and (self.keeps_attention or self.keeps_linears)
 
     @property
+    def keeps_attention_alone(self) -> bool:
+        """Whether attention's outputs are all that a checkpointed block keeps beside its input."""
+        return self.recomputes and self.keeps_attention and not self.keeps_linears
+
+    @property
     def reruns_mlp(self) -> bool:
         """Whether the MLP runs again in backward, and so can be tiled (--mlp_tiles)."""
         return self.recomputes and not self.keeps_linears

@@ -5,6 +5,7 @@ The tests trace transformers' blocks and compare.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd, lcm
 
 from ..catalog.arch import ModelShape
@@ -194,24 +195,38 @@ def last_linear(shape: ModelShape) -> str | None:
     return next(reversed(shape.mlp_linears()), None)
 
 
-def _attention_output(shape: ModelShape, plan: Plan) -> float:
+def _attention_output(shape: ModelShape, plan: Plan, log_sums: bool = True) -> float:
     """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
     if plan.model.attention not in KEPT_ATTENTION:
         return 0.0
     q = shape.heads * shape.head_dim
-    return plan.batch.tokens * (q * plan.model.product_bytes + shape.heads * 4)
+    return plan.batch.tokens * (q * plan.model.product_bytes + shape.heads * 4 * log_sums)
 
 
-def offloaded_input(shape: ModelShape, plan: Plan) -> float:
-    """Bytes of a block's input that wait in host memory; 0 without activation offload."""
-    return block_input(shape, plan) if plan.memory.activation_offload else 0.0
+def _moved_output(shape: ModelShape, plan: Plan) -> float:
+    """Of one block, attention's output; its log-sum-exp stays on the GPU."""
+    return _attention_output(shape, plan, log_sums=False)
 
 
-def moved_blocks(runs: Runs) -> int:
-    """How many blocks have their input moved to the host: not keep_all, nor the last."""
-    *_, (last, _) = runs
-    moved = sum(count for policy, count in runs if POLICIES[policy].recomputes)
-    return moved - POLICIES[last].recomputes
+_mean_output, _most_output = mean_of_blocks(_moved_output), most_of_blocks(_moved_output)
+
+
+def offloaded(
+    shape: ModelShape, plan: Plan, policy: str, output: Callable = _mean_output
+) -> tuple[float, float]:
+    """Bytes of one block that wait in host memory: its input, and attention's output if it moves too."""
+    row, memory = POLICIES[policy], plan.memory
+    if not memory.activation_offload or not row.recomputes:
+        return 0.0, 0.0
+    moves = memory.attention_offload and row.keeps_attention_alone
+    return block_input(shape, plan), output(shape, plan) if moves else 0.0
+
+
+def offloaded_of_blocks(shape: ModelShape, plan: Plan, runs: Runs) -> tuple[float, float]:
+    """The same of all blocks but the last, which keeps all it has on the GPU."""
+    *before, (last, count) = runs
+    each = [(offloaded(shape, plan, policy), n) for policy, n in (*before, (last, count - 1))]
+    return tuple(sum(sizes[i] * n for sizes, n in each) for i in range(2))
 
 
 class Kept:
@@ -219,11 +234,11 @@ class Kept:
 
     def __init__(self, shape: ModelShape, plan: Plan):
         self.in_backward = {p: _widest_in_backward(shape, plan, p) for p in POLICIES}
-        self.offloaded = offloaded_input(shape, plan)
-        self.by_block = {
-            p: kept_by_block(shape, plan, p) - self.offloaded * POLICIES[p].recomputes
-            for p in POLICIES
-        }
+        self.moved = {p: sum(offloaded(shape, plan, p)) for p in POLICIES}
+        self.by_block = {p: kept_by_block(shape, plan, p) - self.moved[p] for p in POLICIES}
+        # What of a block comes back before its backward, and what leaves after its forward.
+        self.fetched = {p: offloaded(shape, plan, p, _most_output) for p in POLICIES}
+        self.leaving = {p: output for p, (_, output) in self.fetched.items()}
 
     def before(self, runs: Runs, block: int) -> float:
         """Bytes kept of the blocks before `block` (from 0), which is not the end."""
@@ -236,8 +251,25 @@ class Kept:
         return kept
 
     def at_end(self, runs: Runs, blocks: int) -> float:
-        """Bytes kept of all blocks: the last one's input is not moved."""
-        return self.before(runs, blocks) + self.offloaded * POLICIES[runs[-1][0]].recomputes
+        """Bytes kept of all blocks: what the last one keeps is not moved."""
+        return self.before(runs, blocks) + self.moved[runs[-1][0]]
+
+    def coming(self, runs: Runs, block: int) -> float:
+        """Bytes of the block before `block` that come back while `block` runs backward."""
+        return sum(self.fetched[_policy_of(runs, block - 1)])
+
+    def leaving_beside(self, runs: Runs, block: int) -> float:
+        """Bytes of the block before `block` that leave while `block` runs."""
+        return self.leaving[_policy_of(runs, block - 1)] if block else 0.0
+
+
+def _policy_of(runs: Runs, block: int) -> str:
+    """The policy of a block, from 0."""
+    for policy, count in runs:
+        if block < count:
+            return policy
+        block -= count
+    raise IndexError("no such block")
 
 
 @most_of_blocks

@@ -13,7 +13,7 @@ from ..choices.optimizers import CHUNK, TOGETHER
 from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES, resharding
 from ..plan import BYTES, Plan, Runs
 from . import constants
-from .activations import Kept, block_input, loss_bytes, offloaded_input
+from .activations import Kept, block_input, loss_bytes, offloaded_of_blocks
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
 from .experts import hole_of_block
 from .gathered_units import GatheredUnits, WaitingGradients
@@ -140,7 +140,6 @@ class Peak:
         self.fixed = self.fixed_moments()
         self.head, self.embedding = head_bytes(shape, plan), whole_embedding_bytes(shape, plan)
         self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if plan.sharding.world_size > 1 else 0))
-        self.on_host = host_memory(shape, plan)
 
     def __call__(self, runs: Runs) -> Memory:
         """The memory of a step whose blocks follow `runs`."""
@@ -154,7 +153,7 @@ class Peak:
             {name: b / GIB for name, b in parts.items()},
             moment,
             {name: (always + b) / GIB for name, b in totals.items()},
-            self.on_host,
+            host_memory(self.shape, self.plan, runs),
         )
 
     def fixed_moments(self) -> dict[str, dict[str, float]]:
@@ -196,7 +195,10 @@ class Peak:
         head, kept = self.head, self.kept.at_end(runs, layers)
         more = {
             "embedding": (0.0, window.at_embedding() + self.embedding),
-            "last block gathered": (self.kept.before(runs, layers - 1), window.at_last_block()),
+            "last block gathered": (
+                self.kept.before(runs, layers - 1) + self.kept.leaving_beside(runs, layers - 1),
+                window.at_last_block(),
+            ),
             "loss": (kept, window.at_loss() + head),
             "final norm": (kept, window.at_loss()),
             "gradients reduced": (0.0, 0.0),
@@ -219,9 +221,9 @@ class Peak:
     ) -> dict[str, float]:
         """What is alive at the widest place of one block's backward."""
         before = self.kept.before(runs, block)
-        # The input of the block before comes back meanwhile; the last block's never left.
+        # What the block before has on the host comes back meanwhile; the last block's never left.
         if 0 < block < self.shape.layers - 1:
-            before += self.kept.offloaded
+            before += self.kept.coming(runs, block)
         saved, work = self.kept.in_backward[policy]
         return dict(
             activations=before + saved,
@@ -249,6 +251,18 @@ class Peak:
         keep = sum(count for policy, count in runs if POLICIES[policy].keeps_linears)
         return keep * hole_of_block(self.shape, plan)
 
+    def stays(self, runs: Runs) -> str:
+        """What stays of blocks on the GPU: more than their inputs, as much as these, or nothing.
+
+        Log-sum-exps do where attention's outputs are on the host: small, but between what comes and goes.
+        """
+        memory, used = self.plan.memory, [POLICIES[policy] for policy, _ in runs]
+        moves = memory.activation_offload and memory.attention_offload
+        keep = [p for p in used if p.keeps_attention]
+        if any(not (moves and p.keeps_attention_alone) for p in keep):
+            return "KEPT"
+        return "MOVED" if memory.activation_offload and not keep else "INPUTS"
+
     def slack_terms(self, runs: Runs) -> dict[str, float]:
         """What the slack is in proportion to, by the name of the constant.
 
@@ -256,10 +270,7 @@ class Peak:
         streams, which come back to where they were; but the head that it fetches for the loss.
         """
         alone = self.plan.sharding.shard_ranks == 1
-        keep = any(POLICIES[policy].keeps_attention for policy, _ in runs)
-        share = "SLACK_" + (
-            "KEPT" if keep else "MOVED" if self.plan.memory.activation_offload else "INPUTS"
-        )
+        share = "SLACK_" + self.stays(runs)
         moments = [
             {
                 share: parts.get("working", 0.0)
@@ -324,8 +335,10 @@ def _block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
     }
 
 
-def host_memory(shape: ModelShape, plan: Plan) -> dict[str, float]:
+def host_memory(shape: ModelShape, plan: Plan, runs: Runs | None = None) -> dict[str, float]:
     """GiB of host memory of one machine by part: its ranks, and what offload puts there.
+
+    runs: the blocks' policies, if not the plan's.
 
     One page-locked region per rank and use (memory/pinned_memory.py), so nothing is rounded up.
     """
@@ -333,8 +346,9 @@ def host_memory(shape: ModelShape, plan: Plan) -> dict[str, float]:
     found = dict(weights=sum(resident_bytes(shape, plan, host=True).values()))
     if plan.adapter.changes_base:  # what adapters began as is kept to the end (../lora_init)
         found["first values"] = all_trained(shape, plan, plan.sharding.shard_ranks)
-    if plan.memory.activation_offload:  # a slot for every block but the last
-        found["activations"] = (shape.layers - 1) * offloaded_input(shape, plan)
+    if plan.memory.activation_offload:  # slots: of inputs, one for every block but the last
+        _, outputs = offloaded_of_blocks(shape, plan, runs or plan.memory.runs(shape))
+        found["activations"] = (shape.layers - 1) * block_input(shape, plan) + outputs
     if trained_on_host(shape, plan):
         found |= dict(
             gradients=all_trained(shape, plan, plan.sharding.shard_ranks),

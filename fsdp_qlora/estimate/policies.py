@@ -15,7 +15,7 @@ from ..catalog.gpu import Gpu
 from ..catalog.hardware import find_gpu
 from ..choices import POLICIES
 from ..plan import Plan
-from .activations import kept_by_block
+from .activations import kept_by_block, offloaded
 from .peak import GIB, Memory, Peak, memory
 from .speed import compute_parts, launch_seconds
 
@@ -130,7 +130,7 @@ def candidates(shape: ModelShape, plan: Plan, least: Memory, budget_gib: float) 
     keep_attention keeps nothing of some attention (KEPT_ATTENTION), and is not tried there.
     """
     layers = shape.layers
-    each = {p: kept_by_block(shape, plan, p) for p in ORDER}
+    each = {p: kept_by_block(shape, plan, p) - sum(offloaded(shape, plan, p)) for p in ORDER}
     more = {p: (each[p] - each["recompute_all"]) / GIB for p in ORDER}
     room = budget_gib - least.moments["loss"]
     found = []

@@ -22,6 +22,7 @@ from .attention import attention_of, makes_masks
 from .lengths import Batches
 from .peak import Memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
+from .speed import hides_attention_offload
 from .weights import trained_on_host
 
 _TOKENS_OF_TILE = 2**17  # of attention: of each key-value head in it
@@ -77,12 +78,13 @@ def resolve(
     plan = _with_groups(plan, config, machine)
     plan = _with_offload(plan, shape, machine)
     if shape is None:
-        return plan
+        return plan.change(attention_offload=plan.memory.activation_offload)
     plan = _with_state_kernels(with_learning_rate(plan, shape.hidden), shape, machine)
     if config.mlp_tiles == AUTO:
         plan = _with_tiles(plan, config, shape, machine)
     if plan.memory.mlp_tiles > 1:
         plan = plan.change(attention_tiles=_attention_tiles(shape, plan.batch.tokens))
+    plan = _with_attention_offload(plan, shape, machine)
     if room is not None:
         plan = _with_policy(plan, shape, room, batches)
     if config.keep_fp8_weights is None and plan.quantization.compute_dtype == "fp8":
@@ -192,6 +194,17 @@ def _attention_tiles(shape: ModelShape, tokens: float) -> int:
     return max((n for n in range(1, heads + 1) if heads % n == 0 and n <= most), default=1)
 
 
+def _with_attention_offload(plan: Plan, shape: ModelShape, machine: Machine) -> Plan:
+    """Whether attention's kept outputs wait on the host with inputs: where their copies are hidden.
+
+    They nearly always are: of long rows attention takes far longer. With short rows of small models on
+    cards that share their host's uplinks, blocks would wait for them.
+    """
+    off = plan.memory.activation_offload
+    hides = machine.is_cpu or hides_attention_offload(shape, machine.gpu, plan)
+    return plan.change(attention_offload=off and hides)
+
+
 def _with_policy(plan: Plan, shape: ModelShape, room: Room, batches: Batches | None) -> Plan:
     """What each block keeps: the fastest mix that the room holds; of keep_all nothing is offloaded."""
     seen = batches.seen(plan) if batches else plan
@@ -202,6 +215,7 @@ def _with_policy(plan: Plan, shape: ModelShape, room: Room, batches: Batches | N
         f"{room.gib:g}",
         activation_policy=policy,
         activation_offload=plan.memory.activation_offload and policy != "keep_all",
+        attention_offload=plan.memory.attention_offload and policy != "keep_all",
     )
 
 

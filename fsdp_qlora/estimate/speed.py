@@ -16,7 +16,7 @@ from ..choices.optimizers import TOGETHER
 from ..choices.strategies import BUCKET_BYTES
 from ..plan import BYTES, Plan
 from . import constants
-from .activations import exchanged, moved_blocks, offloaded_input
+from .activations import exchanged, offloaded, offloaded_of_blocks
 from .experts import adapted_experts, routings
 from .flops import adapted_linears, flops_per_token
 from .kinds import mean_of_blocks
@@ -265,8 +265,8 @@ def _exposed_seconds(
     """Seconds of one micro-batch's gathers and reduce-scatters, and of host copies, not hidden.
 
     A unit is gathered while the one before it computes, so what shows is what takes longer than
-    that, the first units of a pass, and what a gather costs the compute stream. The inputs of blocks
-    that wait on the host go there and come back beside a block's work.
+    that, the first units of a pass, and what a gather costs the compute stream. What waits on
+    the host of blocks goes there and comes back beside a block's work.
     """
     n, several = plan.sharding.shard_ranks, plan.sharding.shard_ranks > 1
     host = gpu.shared_host_gb_s(plan.sharding.node_gpus)
@@ -279,8 +279,8 @@ def _exposed_seconds(
     reduce = average_trained(shape, plan, 1, "fp32") * network
     reduce += hops_seconds(n, plan.sharding.node_gpus)
     copied = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9 * constants.GATHER_SHARE) * several
-    moved = offloaded_input(shape, plan) / (host * 1e9)
-    moved *= moved_blocks(plan.memory.runs(shape)) / shape.layers
+    moved = sum(offloaded_of_blocks(shape, plan, plan.memory.runs(shape))) / shape.layers
+    moved /= host * 1e9
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
     # On one GPU blocks stream ahead of their use in both directions (memory/weight_streaming.py).
     passes = [
@@ -310,6 +310,21 @@ def _exposed_seconds(
         + max(0.0, moved - max(0.0, backward - gathers[1] * weights))
     )
     return shown, from_host
+
+
+def hides_attention_offload(shape: ModelShape, gpu: Gpu, plan: Plan) -> bool:
+    """Whether a block under keep_attention runs forward for as long as its input and outputs are copied.
+
+    Beside its share of the weights where these are on the host. The backward runs for longer.
+    """
+    moves = plan.change(
+        activation_policy="keep_attention", activation_offload=True, attention_offload=True
+    )
+    copied = sum(offloaded(shape, moves, "keep_attention"))
+    if plan.memory.cpu_offload:
+        copied += average_gathered(shape, plan) / plan.sharding.shard_ranks
+    host = gpu.shared_host_gb_s(plan.sharding.node_gpus) * 1e9
+    return copied / host <= _block_seconds(shape, gpu, moves)[0]
 
 
 def hops_seconds(ranks: int, node_gpus: int) -> float:

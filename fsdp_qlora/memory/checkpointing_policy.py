@@ -16,11 +16,15 @@ Selective checkpointing is torch's: https://pytorch.org/blog/activation-checkpoi
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -120,7 +124,10 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
         ops = ops | _SEED_OPS
     if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
-    contexts = partial(create_selective_checkpoint_contexts, partial(save_or_recompute, ops))
+    if not torch.compiler.is_compiling() and _kept_output_hooks:
+        contexts = partial(_packing_contexts, ops, *_kept_output_hooks[-1])
+    else:
+        contexts = partial(create_selective_checkpoint_contexts, partial(save_or_recompute, ops))
     return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -136,3 +143,65 @@ def _say_not_reentrant():
 def save_or_recompute(ops: set, ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """torch's question about one op: keep its output?"""
     return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ---- what eager checkpointing keeps, packed ------------------------------------------------------
+
+_kept_output_hooks: list[tuple[Callable, Callable]] = []
+
+
+@contextmanager
+def kept_output_hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
+    """Saved-tensors hooks for the outputs that an eager block's policy keeps, which torch's don't see.
+
+    Selective checkpointing keeps them in a place of its own. Those of a compiled block are saved by its
+    graph, as autograd saves tensors, and so torch's hooks see them.
+    """
+    _kept_output_hooks.append((pack, unpack))
+    try:
+        yield
+    finally:
+        _kept_output_hooks.pop()
+
+
+def _packing_contexts(ops: set, pack: Callable, unpack: Callable):
+    """Contexts of a block's forward and of its recomputation, which takes the outputs of `ops` from it."""
+    kept: deque = deque()
+    return _Keeping(ops, pack, kept), _Reusing(ops, unpack, kept)
+
+
+class _OutputsMode(TorchDispatchMode):
+    """What an eager block's forward and its recomputation are run under."""
+
+    supports_higher_order_operators = True  # flex attention is one
+
+    def __init__(self, ops: set, hook: Callable, kept: deque):
+        super().__init__()
+        self.ops, self.hook, self.kept = ops, hook, kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as torch's own
+
+
+class _Keeping(_OutputsMode):
+    """Keeps what some ops give, packed, in their order."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in self.ops:
+            self.kept.append(tree_map_only(Tensor, lambda x: self.hook(x.detach()), out))
+        return out
+
+
+class _Reusing(_OutputsMode):
+    """Gives, in place of what these ops would, what was kept of them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in self.ops:
+            return func(*args, **(kwargs or {}))
+        if not self.kept:
+            raise RuntimeError(
+                "a block whose policy keeps outputs can be gone through backward once"
+            )
+        return tree_map(self.hook, self.kept.popleft())
