@@ -10,7 +10,17 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that are there at once of what `run` allocates."""
+    return max(accumulate(_allocations(run), initial=0))
+
+
+def left_bytes(run: Callable[[], object]) -> int:
+    """The bytes of what `run` allocates that are there when it has ended, less what it frees."""
+    return sum(_allocations(run))
+
+
+def _allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes allocated, and less than 0 freed, one after the other."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     events = seen.profiler.kineto_results.events()
-    return max(accumulate((e.nbytes() for e in events if e.name() == "[memory]"), initial=0))
+    return [e.nbytes() for e in events if e.name() == "[memory]"]

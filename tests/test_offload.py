@@ -12,6 +12,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
+from fsdp_qlora.memory import activation_offload
 from fsdp_qlora.memory.activation_offload import _HostStore, apply_activation_offload
 from fsdp_qlora.memory.pinned_memory import fault_in, host_bytes, host_tensors
 from fsdp_qlora.model.blocks import decoder_blocks
@@ -112,11 +113,11 @@ def test_after_the_forward_only_the_last_blocks_input_is_on_the_device(folder, p
 
 
 def test_host_memory_is_one_slot_per_moved_input_and_is_used_again(folder, monkeypatch):
-    regions, plain = [], _HostStore.new_slots
+    regions = []
     monkeypatch.setattr(
-        _HostStore,
-        "new_slots",
-        lambda store: regions.append(store.slots * store.slot_bytes) or plain(store),
+        activation_offload,
+        "host_bytes",
+        lambda size, pinned: regions.append(size) or host_bytes(size, pinned),
     )
     model = offloading_model(folder)
     for _ in range(3):

@@ -225,8 +225,11 @@ def offloaded(
 def offloaded_of_blocks(shape: ModelShape, plan: Plan, runs: Runs) -> tuple[float, float]:
     """The same of all blocks but the last, which keeps all it has on the GPU."""
     *before, (last, count) = runs
-    each = [(offloaded(shape, plan, policy), n) for policy, n in (*before, (last, count - 1))]
-    return tuple(sum(sizes[i] * n for sizes, n in each) for i in range(2))
+    inputs = outputs = 0.0
+    for policy, moved in (*before, (last, count - 1)):
+        of_input, of_output = offloaded(shape, plan, policy)
+        inputs, outputs = inputs + moved * of_input, outputs + moved * of_output
+    return inputs, outputs
 
 
 class Kept:

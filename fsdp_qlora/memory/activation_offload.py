@@ -26,6 +26,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..choices import POLICIES
@@ -131,7 +132,9 @@ class _KeptOutputs:
     def own(self, seen: list[_Seen], given: list) -> dict[int, list[_Seen]]:
         """What the block made itself, by its place in memory; the same may be saved twice."""
         others = (*self.block.parameters(), *self.block.buffers(), *given)
-        taken = {_place(t) for t in others if isinstance(t, Tensor)}
+        # A shard has no memory that a product could save: units inside of a block are freed by now.
+        here = (t for t in others if isinstance(t, Tensor) and not isinstance(t, DTensor))
+        taken = {_place(t) for t in here}
         found: dict[int, list[_Seen]] = {}
         for one in seen:
             if (place := _place(one.saved)) not in taken:
@@ -174,8 +177,12 @@ def _large(found: dict[int, list[_Seen]], input_bytes: int) -> list[list[_Seen]]
 
 
 def _is_whole(saved: Tensor) -> bool:
-    """Whether a tensor is floating-point, and all that is in its memory, in whatever order."""
-    if not saved.is_floating_point() or saved.untyped_storage().nbytes() != saved.nbytes:
+    """Whether a tensor is floating-point, no weight, and all that is in its memory, in whatever order."""
+    if (
+        isinstance(saved, nn.Parameter)
+        or not saved.is_floating_point()
+        or saved.untyped_storage().nbytes() != saved.nbytes
+    ):
         return False
     return torch.empty_like(saved, device="meta").stride() == saved.stride()
 

@@ -82,12 +82,16 @@ def accumulated_gradients(
         for name, p in trainable_parameters(model).items():  # B of zeros would hide what A gets
             if ".lora_B." in name:
                 torch.nn.init.constant_(p, 0.01)
-        own = rows[dist.get_rank() :: dist.get_world_size()]
+        shared = config.sequence_parallel
+        own = rows[dist.get_rank() // shared :: dist.get_world_size() // shared]
+        batches = [padded_batch([row]) for row in own]
+        for batch in batches if shared > 1 else ():
+            del batch["attention_mask"]
         for _ in range(1 + repeats):
             train_step(
                 model,
                 Keep(trainable_parameters(model).values(), 0.0),
-                [padded_batch([row]) for row in own],
+                batches,
                 no_sync=config.no_sync,
             )
         results.append(found[1:])
@@ -119,6 +123,55 @@ def test_a_compiled_ddp_step_is_bit_equal_with_what_ddp_can_offload(folder, comp
         for o in (OFFLOADS[0], OFFLOADS[2], dict(use_vocabulary_cpu_offload=True))
     ]
     assert_all_equal(run_ranks(accumulated_gradients, 2, folder, "cpu", cases)[0], cases)
+
+
+KEPT = [  # settings under which attention's outputs are kept, and move with activation offload
+    dict(),
+    dict(use_cpu_offload=True),
+    dict(wrap_policy="attention_mlp"),  # whose weights are gathered and freed inside of blocks
+    dict(sequence_parallel=2),
+    dict(compile=True),
+    dict(compile=True, sequence_parallel=2),
+]
+
+
+def with_outputs_moved(folder: str, cases: list[dict]) -> tuple[list[list[dict]], list[tuple]]:
+    """The gradients of each case, and how many inputs, outputs and weights went to the host."""
+    from fsdp_qlora.memory.activation_offload import _HostStore
+
+    moved, counts, put = [], [], _HostStore.put
+
+    def seen(store, tensor, *more, **late):
+        moved.append((bool(late), tensor.numel(), tensor.dtype))
+        return put(store, tensor, *more, **late)
+
+    _HostStore.put, results = seen, []
+    for case in cases:
+        moved.clear()
+        results += accumulated_gradients(folder, "cpu", [case])
+        outputs = [n for late, n, _ in moved if late]
+        inputs = [n for late, n, _ in moved if not late]
+        counts.append(
+            (len(inputs), len(outputs), {2 * o == i * 4 for i, o in zip(inputs, outputs)})
+        )
+    return results, counts
+
+
+@pytest.mark.parametrize("kept", in_parts(KEPT, 0, 2, 3, then=(1, 4, 5)))
+def test_attentions_kept_outputs_move_under_every_sharding(kept, tmp_path):
+    """Heads of twice the hidden size, so that no other tensor has an output's size."""
+    folder = save_tiny(tmp_path, num_hidden_layers=3, head_dim=32)
+    common = dict(activation_policy="keep_attention")
+    cases = [
+        settings | common | offload for settings in kept for offload in (OFFLOADS[0], OFFLOADS[2])
+    ]
+    for results, counts in run_ranks(with_outputs_moved, 2, folder, cases):
+        for plain in range(0, len(cases), 2):
+            pair = slice(plain, plain + 2)
+            assert_all_equal(results[pair], cases[pair])
+            assert counts[plain] == (0, 0, set())
+            inputs, outputs, sizes = counts[plain + 1]
+            assert inputs and (outputs, sizes) == (inputs, {True})
 
 
 @pytest.mark.parametrize("both", [[True], rest([False, True])])

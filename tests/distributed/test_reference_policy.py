@@ -106,7 +106,9 @@ def with_and_without_offload(folder: str, output: str) -> list[tuple]:
     from fsdp_qlora.memory.activation_offload import _HostStore
 
     put, moved, found = _HostStore.put, [], []
-    _HostStore.put = lambda store, hidden: moved.append(hidden.shape) or put(store, hidden)
+    _HostStore.put = lambda store, hidden, *more: (
+        moved.append(hidden.shape) or put(store, hidden, *more)
+    )
     for offload in (False, True):
         moved.clear()
         given = dict(
