@@ -14,7 +14,7 @@ from .catalog.arch import ModelShape, shape_from_config
 from .catalog.gpu import Gpu
 from .catalog.hardware import find_gpu
 from .catalog.llama_pro import expanded_shape
-from .catalog.machine import Machine, cpu_machine
+from .catalog.machine import Machine, cpu_machine, host_memory_here
 from .config import RunConfig
 from .dist import print_main, ranks_from_env
 from .estimate import leaves_open, resolve
@@ -55,7 +55,8 @@ def _machine_of(device: torch.device) -> Machine:
     size = torch.cuda.mem_get_info(device)[1] / 2**30
     gpu = gpu_of(device) or find_gpu("h100")  # of a card that is not known only its size counts
     gpu = replace(gpu, name=torch.cuda.get_device_name(device), memory_gib=size)
-    return Machine(gpu=gpu, memory_gib=size, here=True, **count)
+    host = host_memory_here()
+    return Machine(gpu=gpu, memory_gib=size, host_memory_gib=host, here=True, **count)
 
 
 def gpu_of(device: torch.device) -> Gpu | None:

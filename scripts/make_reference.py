@@ -134,7 +134,8 @@ def expects(found: Estimate) -> str:
     """An estimate in a line."""
     batches, cost = plan_batches(found.config, found.machine.world_size), found.run(ROWS)
     unit = "bins" if found.config.packing else "rows"
-    host = f", {found.memory.host:.0f} of the host" if found.config.use_cpu_offload else ""
+    offloads = found.config.use_cpu_offload or found.config.use_activation_cpu_offload
+    host = f", {found.memory.host:.0f} of the host" if offloads else ""
     dollars = "" if cost.dollars is None else f", ${cost.dollars / found.config.num_epochs:.2f}"
     return (
         f"{found.memory.total:.1f} of {found.machine.memory_gib:g} GiB per GPU{host}; "

@@ -9,11 +9,12 @@ import pytest
 import fsdp_qlora.plan as plan_module
 from fsdp_qlora.bench.row import empty_row, of_plan, plan_of
 from fsdp_qlora.catalog.arch import model_shape
+from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import MachineOptions, cpu_machine, machine_from_options
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.options import TRAIN_TYPES
 from fsdp_qlora.config.settings import opt
-from fsdp_qlora.estimate import memory, resolve
+from fsdp_qlora.estimate import host_memory, memory, resolve
 from fsdp_qlora.plan import LoopPlan, Plan, draft_plan, with_learning_rate
 
 from .estimates import LLAMA_8B
@@ -60,6 +61,9 @@ def test_a_setting_reaches_the_plan_by_a_field_of_its_name_alone(monkeypatch):
     assert draft_plan(WithToy(toy_ratio=0.25), 1).loop.toy_ratio == 0.25
 
 
+LONG = dict(
+    context_length=131_072, activation_policy="keep_attention", use_activation_cpu_offload=True
+)
 OPEN = [
     dict(activation_budget_gib=40, batch_size=2, context_length=2048),
     dict(mlp_tiles=-1, context_length=8192),
@@ -97,6 +101,40 @@ def test_what_keeps_everything_offloads_nothing():
     config = RunConfig(activation_budget_gib=70, use_activation_cpu_offload=True)
     plan = resolve(config, LLAMA_8B, H100)
     assert plan.memory.activation_policy == "keep_all" and not plan.memory.activation_offload
+
+
+def test_attentions_outputs_are_offloaded_where_blocks_do_not_wait_and_the_host_holds_them():
+    """A B200 has run a short block of a 1B model before its output is copied."""
+
+    def moves(shape=LLAMA_8B, machine=H100, **settings):
+        offload = dict(use_activation_cpu_offload=True, activation_policy="keep_attention")
+        plan = resolve(RunConfig(**offload | settings), shape, machine)
+        said = [line for line in plan.choices if "attention's outputs" in line]
+        assert bool(said) == (plan.memory.attention_offload is False)
+        return plan.memory.attention_offload, *said
+
+    small, fast = model_shape("llama-3.2-1b"), replace(H100, gpu=find_gpu("b200"))
+    assert moves() == moves(context_length=131_072) == moves(machine=cpu_machine(1)) == (True,)
+    stays, said = moves(small, fast, context_length=4096, batch_size=8)
+    assert not stays and "wait" in said
+    assert moves(small, fast, context_length=131_072) == (True,)
+    needed = host_memory(
+        LLAMA_8B, resolve(RunConfig(**LONG), LLAMA_8B, H100).change(attention_offload=True)
+    )
+    for spare, expected in ((1, True), (-1, False)):
+        host = replace(H100, host_memory_gib=sum(needed.values()) + spare)
+        assert moves(machine=host, **LONG)[0] is expected
+
+
+def test_only_what_keeps_attention_has_outputs_to_offload():
+    for settings in (
+        dict(activation_policy="recompute_all"),
+        dict(activation_policy="keep_linears"),
+    ):
+        plan = resolve(RunConfig(use_activation_cpu_offload=True, **settings), LLAMA_8B, H100)
+        assert not plan.memory.attention_offload and not plan.choices
+    plan = resolve(RunConfig(activation_policy="keep_attention"), LLAMA_8B, H100)
+    assert not plan.memory.attention_offload
 
 
 def test_trained_weights_follow_the_others_where_they_take_an_eighth_of_the_card():

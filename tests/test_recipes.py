@@ -114,7 +114,7 @@ def test_it_fits_its_machine_and_needs_the_memory_that_its_header_says(path):
     assert found.fits
     needs = float(re.match(r"([\d.]+) of", said)[1])
     assert needs == pytest.approx(found.memory.total, rel=0.03), STALE
-    if found.config.use_cpu_offload:
+    if found.config.use_cpu_offload or found.config.use_activation_cpu_offload:
         host = int(re.search(r"(\d+) of the host", said)[1])
         assert host == pytest.approx(found.memory.host, rel=0.05), STALE
     step = float(re.search(r"([\d.]+) s a step", said)[1])

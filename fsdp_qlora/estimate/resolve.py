@@ -20,7 +20,7 @@ from ..config.settings import shown
 from ..plan import Plan, draft_plan, replays_pay, with_learning_rate
 from .attention import attention_of, makes_masks
 from .lengths import Batches
-from .peak import Memory, memory
+from .peak import Memory, host_memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
 from .speed import hides_attention_offload
 from .weights import trained_on_host
@@ -84,7 +84,7 @@ def resolve(
         plan = _with_tiles(plan, config, shape, machine)
     if plan.memory.mlp_tiles > 1:
         plan = plan.change(attention_tiles=_attention_tiles(shape, plan.batch.tokens))
-    plan = _with_attention_offload(plan, shape, machine)
+    plan = _with_attention_offload(plan, shape, machine, chosen=room is not None)
     if room is not None:
         plan = _with_policy(plan, shape, room, batches)
     if config.keep_fp8_weights is None and plan.quantization.compute_dtype == "fp8":
@@ -194,15 +194,27 @@ def _attention_tiles(shape: ModelShape, tokens: float) -> int:
     return max((n for n in range(1, heads + 1) if heads % n == 0 and n <= most), default=1)
 
 
-def _with_attention_offload(plan: Plan, shape: ModelShape, machine: Machine) -> Plan:
-    """Whether attention's kept outputs wait on the host with inputs: where their copies are hidden.
+def _with_attention_offload(plan: Plan, shape: ModelShape, machine: Machine, chosen: bool) -> Plan:
+    """Whether attention's kept outputs wait on the host with inputs: where nothing waits for the copies.
 
-    They nearly always are: of long rows attention takes far longer. With short rows of small models on
-    cards that share their host's uplinks, blocks would wait for them.
+    Of long rows attention takes far longer. With short rows of small models, on cards that share their
+    host's uplinks, blocks would wait. chosen: the policy is yet to be, and may be keep_attention.
     """
-    off = plan.memory.activation_offload
-    hides = machine.is_cpu or hides_attention_offload(shape, machine.gpu, plan)
-    return plan.change(attention_offload=off and hides)
+    policies = "keep_attention" if chosen else plan.memory.activation_policy
+    if not plan.memory.activation_offload or "keep_attention" not in policies:
+        return plan
+    moves, stay = plan.change(attention_offload=True), ""
+    host = machine.host_memory_gib or float("inf")
+    needed = sum(host_memory(shape, moves.change(activation_policy=policies)).values())
+    if needed > host:
+        stay = f"the host would need {needed:.0f} of {host:.0f} GiB"
+    elif not machine.is_cpu and not hides_attention_offload(shape, machine.gpu, plan):
+        stay = "blocks would wait for their copies"
+    if chosen or not stay:
+        return plan if stay else moves
+    return plan.choose(
+        f"--use_activation_cpu_offload true: inputs alone, not attention's outputs, as {stay}"
+    )
 
 
 def _with_policy(plan: Plan, shape: ModelShape, room: Room, batches: Batches | None) -> Plan:

@@ -67,8 +67,9 @@ class ShardedTrainerMixin:
     gradient_checkpointing is on. mlp_tiles, attention_tiles: as the flags, for long rows. compile:
     torch.compile each block, for rows of any length. compute_dtype: "fp8" multiplies frozen weights in
     fp8. use_cpu_offload: frozen weights wait in host memory. use_activation_cpu_offload: what recomputed
-    blocks keep, their inputs, waits there for the backward. padding_free: compute the rows of a batch
-    without their padding, where that is exact; TRL's own setting of this name may be on beside it.
+    blocks keep, their inputs and under keep_attention attention's outputs, waits there for the backward.
+    padding_free: compute the rows of a batch without their padding, where that is exact; TRL's own setting
+    of this name may be on beside it.
     Raises ValueError for settings of the trainer that would wrap the model a second time.
     """
 

@@ -6,10 +6,10 @@ own, and comes back while the block after it runs backward, so that two are on t
 
 Under keep_attention attention's output, (B, T, H, Dh), is kept too, and is as large. A compiled block
 says what it keeps when it has run, so this leaves while the next block runs, and comes back along with
-the input: again two are on the GPU at a time. It is worth its copies where those are hidden, which the
-plan decides (`estimate.resolve`): they grow with the tokens, attention with their square. Blocks under
-keep_linears keep theirs on the GPU: it is a ninth of what they keep, and all of that is more than the
-link carries while a block of short rows runs.
+the input: again two are on the GPU at a time. It moves where the copies are hidden, which the plan
+decides (`estimate.resolve`): they grow with the tokens, attention with their square. Blocks under
+keep_linears leave it on the GPU: it is a tenth of what they keep in Llama 3.1 8B, and all of that is
+more than the link carries while a block of short rows runs.
 
 No weight is moved, nor anything else that a block is given: an unsharded weight's memory is emptied and
 filled again, and what blocks share is there anyway. The last block keeps all it has on the GPU, as its

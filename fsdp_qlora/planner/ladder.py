@@ -59,7 +59,7 @@ LADDER = (
     Rung(
         "full_shard + CPU offload + activation offload",
         dict(use_activation_cpu_offload=True),
-        "the inputs of recomputed blocks wait in host memory too",
+        "what recomputed blocks keep waits in host memory too",
     ),
 )
 

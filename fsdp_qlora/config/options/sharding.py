@@ -133,7 +133,8 @@ class ShardingOptions:
     )
     use_activation_cpu_offload: bool = opt(
         False,
-        "offload the inputs of recomputed blocks to pinned host memory until their backward",
+        "offload the inputs of recomputed blocks, and attention's outputs under keep_attention, to pinned "
+        "host memory until their backward",
         on_resume=MAY_CHANGE,
     )
     no_sync: bool = opt(
