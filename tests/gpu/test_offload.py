@@ -39,11 +39,15 @@ SHAPE = dict(
     max_position_embeddings=TOKENS,
 )
 BOTH = OFFLOADS[3]
+KEEPS = dict(activation_policy="keep_attention")
+DEEP = 8  # blocks, of which no more than three keep their outputs on the GPU at a time
 EQUAL = {  # cases of one list have the same gradients; what follows names is common to them
     "eager": (OFFLOADS + PARTS, dict(compile=False)),
     "reduced once a step": ([OFFLOADS[0], BOTH], dict(compile=False, no_sync=True)),
     "in tiles": ([OFFLOADS[0], BOTH], dict(compile=False, mlp_tiles=3)),
     "compiled": ([OFFLOADS[0], BOTH], dict(compile=True)),
+    "attention kept": ([OFFLOADS[0], OFFLOADS[2], BOTH], dict(compile=False, **KEEPS)),
+    "attention kept, compiled": ([OFFLOADS[0], OFFLOADS[2], BOTH], dict(compile=True, **KEEPS)),
 }
 PLACES = [(False, True), (True, True), (False, False)]  # trained weights, vocabulary on the host
 
@@ -74,6 +78,13 @@ def everything(folder: str, output: str) -> dict:
         ]
         for compiled in (False, True)
     }
+    found["kept"] = {
+        compiled: [
+            kept_and_peak(str(Path(output, "deep")), KEEPS | case | dict(compile=compiled))
+            for case in (OFFLOADS[0], OFFLOADS[2])
+        ]
+        for compiled in (False, True)
+    }
     found["places"] = [
         places(
             folder,
@@ -100,6 +111,14 @@ def cases_of(name: str) -> list[dict]:
 
 def allocated_after_forward(folder: str, case: dict) -> int:
     """Bytes on the GPU that a second step holds between its forward and its backward."""
+    return kept_and_peak(folder, case)[0]
+
+
+def kept_and_peak(folder: str, case: dict) -> tuple[int, int, list]:
+    """Of a second step: bytes that it holds between its forward and its backward, and at its peak.
+
+    And its gradients, on the CPU.
+    """
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
 
@@ -117,8 +136,13 @@ def allocated_after_forward(folder: str, case: dict) -> int:
     loss = model(**batch).loss
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    del loss
-    return held
+    for p in model.parameters():
+        p.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    loss.backward()
+    torch.cuda.synchronize()
+    gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    return held, torch.cuda.max_memory_allocated(), gradients
 
 
 def places(folder: str, settings: dict) -> dict[str, set]:
@@ -177,10 +201,10 @@ def profiled(folder: str, output: str) -> tuple[str, int]:
 def found(tmp_path_factory) -> list[dict]:
     """`everything` of each rank."""
     folder = save_tiny(tmp_path_factory.mktemp("wide"), **SHAPE)
+    output = tmp_path_factory.mktemp("profile")
+    save_tiny(output / "deep", **SHAPE | dict(num_hidden_layers=DEEP))
     ranks = min(2, torch.cuda.device_count())
-    return run_ranks(
-        everything, ranks, folder, str(tmp_path_factory.mktemp("profile")), device="cuda"
-    )
+    return run_ranks(everything, ranks, folder, str(output), device="cuda")
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -199,6 +223,16 @@ def test_block_inputs_leave_the_gpu(found, compiled):
     kept, moved = found[0]["allocated"][compiled]
     one_input = TOKENS * HIDDEN * 2
     assert kept - moved == pytest.approx((LAYERS - 1) * one_input, rel=0.05)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attentions_kept_outputs_leave_the_gpu_and_the_peak_falls_by_them(found, compiled):
+    """An output is as large as an input; those of a block and of the one before it come back at once."""
+    (kept, peak, gradients), (left, lower, same) = found[0]["kept"][compiled]
+    both = 2 * TOKENS * HIDDEN * 2
+    assert kept - left == pytest.approx((DEEP - 1) * both, rel=0.05)
+    assert (DEEP - 4) * both < peak - lower < DEEP * both
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
 
 
 @pytest.mark.parametrize("index", range(len(PLACES)))
