@@ -187,6 +187,9 @@ def test_slack_follows_what_comes_and_goes_and_what_stays_between():
 
     assert slack(micro_batch_size=4) > 1.5 * slack()
     assert slack(activation_offload=True) < slack() < slack(activation_policy="keep_all")
+    kept = dict(activation_policy="keep_attention", activation_offload=True)
+    assert slack(**kept, attention_offload=True) == slack()  # log-sum-exps lie between
+    assert slack() < slack(**kept)
     gathered = memory(LLAMA_70B, world_size=2, micro_batch_size=2, context_length=2048).parts
     assert (
         gathered["slack"]
@@ -339,6 +342,30 @@ def test_inputs_that_wait_on_the_host_are_off_the_gpu_but_for_those_in_flight():
     whole = plan.change(activation_policy="keep_all:8,recompute_all:24")
     saved = [memory(LLAMA_8B, whole, activation_offload=o).moments["loss"] for o in (False, True)]
     assert saved[0] - saved[1] == pytest.approx(23 * one)
+
+
+def test_outputs_that_wait_on_the_host_leave_a_block_later_than_inputs():
+    """Of 31 that move, one is still leaving beside the last block, and two are back in a block's backward."""
+    plan = PRODUCT.change(
+        micro_batch_size=2, activation_policy="keep_attention", activation_offload=True
+    )
+    one = 2 * 8192 * 4096 * 2 / GIB
+    stay, moved = (memory(LLAMA_8B, plan, attention_offload=o) for o in (False, True))
+    fewer = {
+        "last block gathered": 30,
+        "loss": 31,
+        "last block": 31,
+        "last block but one": 29,
+        "second block": 0,
+        "first block": 0,
+    }
+    found = {name: stay.moments[name] - moved.moments[name] for name in fewer}
+    assert found == pytest.approx({name: n * one for name, n in fewer.items()})
+    assert moved.host - stay.host == pytest.approx(31 * one)
+    mixed = plan.change(activation_policy="keep_linears:8,keep_attention:20,recompute_all:4")
+    stay, moved = (memory(LLAMA_8B, mixed, attention_offload=o) for o in (False, True))
+    assert moved.host - stay.host == pytest.approx(20 * one)
+    assert stay.moments["loss"] - moved.moments["loss"] == pytest.approx(20 * one)
 
 
 def test_chosen_modules_alone_have_gradients_and_states():

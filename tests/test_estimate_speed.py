@@ -244,6 +244,18 @@ def test_each_tile_more_dequantizes_an_mlp_once_more_in_each_pass():
     assert four.total - one.total == pytest.approx(3 * (two.total - one.total))
 
 
+def test_blocks_wait_for_copies_of_inputs_and_outputs_that_take_longer():
+    """Over a link that carries next to nothing: 31 inputs and outputs each way, of 32 blocks."""
+    slow = replace(H100, pcie_gen=3, pcie_lanes=1, measured_host_gb_s=0.001)
+    plan = PRODUCT.change(activation_policy="keep_attention", activation_offload=True)
+    one = PRODUCT.batch.tokens * 4096 * 2 / 1e6
+    waits = [
+        step_seconds(LLAMA_8B, slow, plan, attention_offload=moves).parts["offload"]
+        for moves in (False, True)
+    ]
+    assert waits[1] - waits[0] == pytest.approx(2 * 31 * one)
+
+
 def test_an_offloaded_vocabulary_passes_the_link_twice_also_under_ddp():
     """The embedding is looked through in pieces, and the head is fetched for the loss."""
     plan = PRODUCT.change(world_size=2, vocabulary_offload=True)

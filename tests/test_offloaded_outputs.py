@@ -138,6 +138,14 @@ def hybrid(folder):
     return model
 
 
+def sharing(folder):
+    """Blocks that put keys and values where later ones find them, which breaks their graphs."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config("Gemma 3n"), dtype=torch.float32).train()
+    model.config.use_cache = False
+    return model
+
+
 PACKED = collate_packed([ROWS[:3], ROWS[3:]], 0)
 ALONE = padded_batch(tiny_rows(1, 4)[0])
 KINDS = {  # a model, a batch, and what of attention moves: tensors of a block, and its blocks
@@ -147,6 +155,7 @@ KINDS = {  # a model, a batch, and what of attention moves: tensors of a block, 
     "FlashAttention 4": (lambda folder: of_llama(folder, "fa4_packed"), PACKED, 1, LAYERS - 1),
     "sinks": (lambda folder: made("granite_swa", "torch_fa_packed"), PACKED, 1, 1),
     "hybrid": (hybrid, ALONE, 1, 1),
+    "shared keys": (sharing, ALONE, 1, 3),
     "eager attention": (lambda folder: of_llama(folder, "eager"), ALONE, 0, 0),
 }
 

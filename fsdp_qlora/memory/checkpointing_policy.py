@@ -124,10 +124,7 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
         ops = ops | _SEED_OPS
     if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
-    if not torch.compiler.is_compiling() and _kept_output_hooks:
-        contexts = partial(_packing_contexts, ops, *_kept_output_hooks[-1])
-    else:
-        contexts = partial(create_selective_checkpoint_contexts, partial(save_or_recompute, ops))
+    contexts = partial(_contexts, ops)
     return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -162,6 +159,13 @@ def kept_output_hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
         yield
     finally:
         _kept_output_hooks.pop()
+
+
+def _contexts(ops: set):
+    """torch's contexts, which graphs need; those of an eager block under hooks are ours."""
+    if _kept_output_hooks and not torch.compiler.is_compiling():
+        return _packing_contexts(ops, *_kept_output_hooks[-1])
+    return create_selective_checkpoint_contexts(partial(save_or_recompute, ops))
 
 
 def _packing_contexts(ops: set, pack: Callable, unpack: Callable):
