@@ -16,7 +16,13 @@ from fsdp_qlora.estimate import host_memory, memory
 from fsdp_qlora.estimate.activations import Kept, offloaded_of_blocks
 from fsdp_qlora.estimate.peak import GIB
 from fsdp_qlora.memory import activation_offload
-from fsdp_qlora.memory.activation_offload import _HostStore, apply_activation_offload
+from fsdp_qlora.memory.activation_offload import (
+    OffloadedTensor,
+    Slots,
+    _HostStore,
+    apply_activation_offload,
+    offloaded,
+)
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.memory.pinned_memory import host_bytes
 from fsdp_qlora.model.attention_kernels import apply_attention_tiles
@@ -237,6 +243,40 @@ def test_host_memory_is_taken_once_and_used_again(folder, backend, monkeypatch):
     assert sorted(taken) == sorted(
         [(LAYERS - 1) * values * HIDDEN * 4] + [values * HEADS * HEAD * 4] * (LAYERS - 1)
     )
+
+
+@pytest.fixture
+def fetches(monkeypatch):
+    found, start = [], OffloadedTensor.start_fetch
+    monkeypatch.setattr(
+        OffloadedTensor,
+        "start_fetch",
+        lambda stored: found.append(stored.on_host.shape) or start(stored),
+    )
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_has_left_comes_back_once(folder, backend, moved, fetches):
+    loss_and_gradients(offloading(tiny_model(folder, "qlora", "keep_attention"), backend))
+    assert len(fetches) == len(moved.inputs) + len(moved.outputs) == 2 * (LAYERS - 1)
+
+
+def test_an_input_that_is_saved_twice_comes_back_once_and_again_for_a_second_backward(fetches):
+    hidden = torch.randn(2, 3, 4)
+    first, second = (torch.randn(4, requires_grad=True) for _ in range(2))
+    made = offloaded(
+        lambda x: (x * first).sum() + (x.view(6, 4) * second).sum(),
+        _HostStore(Slots(1)),
+        None,
+        hidden,
+    )
+    for times in (1, 2):
+        made.backward(retain_graph=True)
+        assert len(fetches) == times
+        expected = times * hidden.sum((0, 1))
+        torch.testing.assert_close([first.grad, second.grad], [expected, expected])
 
 
 def test_a_second_backward_through_kept_outputs_is_refused(folder):

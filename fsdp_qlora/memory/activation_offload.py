@@ -70,7 +70,10 @@ def offloaded(
     stored, place = store.put(hidden, group), (hidden.data_ptr(), hidden.numel())
 
     def pack(saved: Tensor):  # autograd keeps it, so it does not keep `hidden`
-        return (stored, saved.shape) if (saved.data_ptr(), saved.numel()) == place else saved
+        if (saved.data_ptr(), saved.numel()) != place:
+            return saved
+        stored.users += 1
+        return stored, saved.shape
 
     def unpack(packed):
         if isinstance(packed, Tensor):
@@ -161,6 +164,7 @@ class _Seen:
 
     def leave(self, stored: OffloadedTensor):
         self.saved, self.stored = None, stored
+        stored.users += 1
 
     def tensor(self) -> Tensor:
         """It, as it was; fetched if it has left."""
@@ -281,6 +285,7 @@ class OffloadedTensor:
         self.slot = slots.take(tensor.nbytes, copies.on_gpu)
         self.on_host = typed(self.slot, tensor.shape, tensor.dtype)
         self.coming: tuple[Tensor, torch.Event | None] | None = None
+        self.users, self.asked = 0, 0  # saved tensors that it is, and how many were fetched
         group.members.append(weakref.ref(self))
 
     def start_fetch(self):
@@ -293,10 +298,13 @@ class OffloadedTensor:
         self.group.start_fetch()
         if before := self.group.before():
             before.start_fetch()
-        if self.coming is None:  # it was handed out before
+        if self.coming is None:  # all have had it: a graph that was retained
             self.start_fetch()
-        (tensor, done), self.coming = self.coming, None  # whoever asked lets go of it
+        tensor, done = self.coming
         self.copies.wait(done)
+        self.asked += 1
+        if self.asked % self.users == 0:
+            self.coming = None  # whoever asked lets go of it
         return tensor
 
     def __del__(self):
