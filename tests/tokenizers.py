@@ -32,6 +32,6 @@ def save_tokenizer(folder) -> PreTrainedTokenizerFast:
 
 def save_chat_model(folder, **settings) -> str:
     """A tiny random model with its tokenizer, as train.py takes it."""
-    save_tiny(folder, vocab_size=VOCAB_SIZE, **settings)
+    save_tiny(folder, **dict(vocab_size=VOCAB_SIZE) | settings)
     save_tokenizer(folder)
     return str(folder)

@@ -33,8 +33,8 @@ from tests.distributed.test_evaluation import HELD_OUT, STEPS, dataset_of
 from tests.distributed.test_other_trainers import saved_and_answered, stop_and_resume
 from tests.parts import rest
 from tests.ranks import run_ranks
-from tests.tiny import CLIP, LR, RANK, SEED, padded_batch, reference_model, save_tiny
-from tests.tokenizers import save_tokenizer
+from tests.tiny import CLIP, LR, RANK, SEED, padded_batch, reference_model
+from tests.tokenizers import save_chat_model
 
 GPUS_ALONE, MINUTES = "cuda:gloo", 2
 CPU = torch.device("cpu")
@@ -46,10 +46,7 @@ MOVERS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny(folder, vocab_size=300)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("model"), vocab_size=300)
 
 
 @contextmanager

@@ -12,8 +12,7 @@ import torch
 from tests.distributed.test_parity import relative
 from tests.parts import in_parts, rest, slow
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tokenizers import save_chat_model
 
 STEPS, SEED = 4, 0
 WORDS = "one two three four five six seven eight nine ten".split()
@@ -32,10 +31,7 @@ TRAINED = [  # kind, strategy, quant, other settings
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny(folder, vocab_size=300)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("model"), vocab_size=300)
 
 
 # ---- what a user writes, for each kind ---------------------------------------------------------
@@ -50,6 +46,11 @@ def rows_of(kind: str) -> list[dict]:
         )
         for i in range(16)
     ]
+    return of_kind(kind, pairs)
+
+
+def of_kind(kind: str, pairs: list[dict]) -> list[dict]:
+    """The rows that a trainer of a kind takes, of pairs of answers to a prompt."""
     if kind == "SFT":
         return [dict(prompt=p["prompt"], completion=p["chosen"]) for p in pairs]
     if kind == "KTO":
@@ -208,9 +209,8 @@ def generate_and_learn(folder: str, output: str) -> list[float]:
 
 @pytest.mark.slow
 def test_grpo_learns_while_sharded(tmp_path):
-    folder = str(tmp_path / "decided")
-    save_tiny(folder, vocab_size=VOCAB_SIZE, initializer_range=0.1)  # its logits are not all alike
-    save_tokenizer(folder)
+    # logits that are not all alike
+    folder = save_chat_model(tmp_path / "decided", initializer_range=0.1)
     first, second = run_ranks(generate_and_learn, 2, folder, str(tmp_path), timeout=600)
     assert first == second
     assert sum(first[-4:]) / 4 > sum(first[:4]) / 4 + 0.1, first

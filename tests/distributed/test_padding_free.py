@@ -12,6 +12,7 @@ from tests.distributed.test_other_trainers import (
     STEPS,
     curve,
     even_characters,
+    of_kind,
     reference_cases,
     settings,
     trainer,
@@ -19,8 +20,7 @@ from tests.distributed.test_other_trainers import (
 from tests.distributed.test_parity import relative
 from tests.parts import rest
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny
-from tests.tokenizers import save_tokenizer
+from tests.tokenizers import save_chat_model
 
 CASES = [  # kind, quant, settings of ours
     ("DPO", "nf4", dict(activation_policy="recompute_all")),
@@ -33,10 +33,7 @@ CASES = [  # kind, quant, settings of ours
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny(folder, vocab_size=300)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("model"), vocab_size=300)
 
 
 def ragged(kind: str) -> list[dict]:
@@ -49,17 +46,7 @@ def ragged(kind: str) -> list[dict]:
         )
         for i in range(16)
     ]
-    if kind == "SFT":
-        return [dict(prompt=p["prompt"], completion=p["chosen"]) for p in pairs]
-    if kind == "KTO":
-        names = ("rejected", "chosen")
-        return [
-            dict(prompt=p["prompt"], completion=p[names[i % 2]], label=bool(i % 2))
-            for i, p in enumerate(pairs)
-        ]
-    if kind == "Reward":
-        return [{name: p["prompt"] + p[name] for name in ("chosen", "rejected")} for p in pairs]
-    return [dict(prompt=p["prompt"]) for p in pairs] if kind == "GRPO" else pairs
+    return of_kind(kind, pairs)
 
 
 @contextmanager

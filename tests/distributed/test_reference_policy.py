@@ -13,8 +13,7 @@ from tests.distributed.test_other_trainers import curve, even_characters, traine
 from tests.distributed.test_own_loops import message_of
 from tests.parts import rest, slow
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny
-from tests.tokenizers import save_tokenizer
+from tests.tokenizers import save_chat_model
 
 COMPILED = dict(compile=True, mlp_tiles=2)
 CASES = [  # kind, settings of ours
@@ -33,11 +32,9 @@ def folder(tmp_path_factory):
     """A model in bf16."""
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("bf16")
-    save_tiny(folder, vocab_size=300, initializer_range=0.2)
-    save_tokenizer(folder)
+    folder = save_chat_model(tmp_path_factory.mktemp("bf16"), vocab_size=300, initializer_range=0.2)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    return str(folder)
+    return folder
 
 
 def made(folder: str, output: str, kind: str, settings: dict, **given):
@@ -129,8 +126,7 @@ def with_and_without_offload(folder: str, output: str) -> list[tuple]:
 def test_offloaded_block_inputs_leave_dpo_as_it_is_and_the_reference_moves_nothing(
     tmp_path, world_size
 ):
-    folder = save_tiny(tmp_path / "fp32", vocab_size=300)
-    save_tokenizer(folder)
+    folder = save_chat_model(tmp_path / "fp32", vocab_size=300)
     for plain, offloaded in run_ranks(with_and_without_offload, world_size, folder, str(tmp_path)):
         torch.testing.assert_close(offloaded[:2], plain[:2], rtol=1e-6, atol=1e-6)
         assert plain[2] == 0 and offloaded[2] == 3  # of each step the first of two blocks

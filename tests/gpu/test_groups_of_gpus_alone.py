@@ -11,8 +11,7 @@ import torch.distributed as dist
 from tests.distributed.test_groups_of_gpus_alone import default_group, trained_on_pieces
 from tests.distributed.test_other_trainers import STEPS, saved_and_answered, stop_and_resume
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny
-from tests.tokenizers import save_tokenizer
+from tests.tokenizers import save_chat_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,10 +29,7 @@ SAME = dict(rtol=1e-3, atol=1e-5)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny(folder, vocab_size=300)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("model"), vocab_size=300)
 
 
 def curves_of(folder: str, output: str, cases: list[tuple], device: str) -> list:
