@@ -35,12 +35,11 @@ from speed_rows import CASES, config_folder, measured_row, profile_settings
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fsdp_qlora.dist
 from fsdp_qlora.bench.measure import summary
 from fsdp_qlora.bench.row import BenchRow, append_row
 from fsdp_qlora.config import AUTO
 from fsdp_qlora.config.flags import parse, typed_flags
-from fsdp_qlora.dist import rank_device
+from fsdp_qlora.dist import collectives, rank_device
 from fsdp_qlora.memory import vocab_parallel
 from fsdp_qlora.model.sequence_parallel import SequenceParallel
 
@@ -106,7 +105,7 @@ def rank_zero_of(world_size: int, device: torch.device):
     )
     stood_for = {name: function for name, function in names.items() if hasattr(dist, name)}
     before = {name: getattr(dist, name) for name in stood_for}
-    ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocab_parallel.own_rows
+    ours = collectives.gather_into, collectives.reduce_into, vocab_parallel.own_rows
     exchange = SequenceParallel._exchanged
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,14 +113,14 @@ def rank_zero_of(world_size: int, device: torch.device):
     try:
         for name, function in stood_for.items():
             setattr(dist, name, function)
-        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = gather_own, keep_own
+        collectives.gather_into, collectives.reduce_into = gather_own, keep_own
         vocab_parallel.own_rows = partial(rows_for_all, ours[-1])
         SequenceParallel._exchanged = lambda self, sent: copy_own(sent.contiguous())
         yield
     finally:
         for name, function in before.items():
             setattr(dist, name, function)
-        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocab_parallel.own_rows = ours
+        collectives.gather_into, collectives.reduce_into, vocab_parallel.own_rows = ours
         SequenceParallel._exchanged = exchange
         dist.destroy_process_group()
 

@@ -123,7 +123,7 @@ def test_objects_travel_between_ranks_in_one_file_only():
         for path in SOURCES
         if re.search(r"(broadcast|gather|scatter)_object|object_list", path.read_text())
     }
-    assert users <= {"dist.py"}
+    assert users <= {"collectives.py"}
 
 
 def test_floors_of_dependencies_are_above_known_faults():
