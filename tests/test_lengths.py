@@ -172,6 +172,7 @@ def test_packing_is_proposed_where_padding_wastes_more_than_a_third():
     )
     assert not packing_line(sampled(DISTRIBUTIONS["full"]), config, 1)
     assert not packing_line(sampled(DISTRIBUTIONS["log_normal"]), RunConfig(packing=True), 1)
+    assert not packing_line(sampled(DISTRIBUTIONS["log_normal"]), config, 1, on_gpu=False)
 
 
 def test_packing_is_proposed_where_micro_batches_leave_a_gpu_idle():

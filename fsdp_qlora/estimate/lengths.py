@@ -86,9 +86,10 @@ def packing_gain(
 ) -> PackingGain | None:
     """What packing would give where over a third of the places is lost without, or a GPU's time; else None.
 
-    With few tokens in a micro-batch a GPU does little but unpack weights.
+    With few tokens in a micro-batch a GPU does little but unpack weights. On a CPU, masks that keep rows
+    apart cost what padding does.
     """
-    if config.packing or not rows.can_pack:
+    if config.packing or not rows.can_pack or not on_gpu:
         return None
     padded, packed = (
         batches_of(rows, replace(config, packing=is_packed), world_size)
@@ -100,7 +101,7 @@ def packing_gain(
             f"would be about {packed.share / padded.share:.1f} times as fast",
         )
     held, full = (b.micro_batch_tokens(config, world_size) for b in (padded, packed))
-    if on_gpu and held < _FEW_TOKENS and full > _WORTHWHILE * held:
+    if held < _FEW_TOKENS and full > _WORTHWHILE * held:
         return PackingGain(
             f"a micro-batch holds about {held:,.0f} tokens",
             f"would fill it with {full:,.0f}, which is faster",
