@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -425,6 +426,21 @@ def family_config(family: str, **more):
 
 # Of other builds than Llama's: blocks of several kinds, mixers beside attention, shared experts.
 BUILT = [f for f in NEWER_FAMILIES if layer_blocks(with_common_names(family_config(f).to_dict()))]
+
+
+def two_alike(family: str) -> tuple[nn.Module, nn.Module]:
+    """Two models of a family with the same random weights, in fp32, of which one may be changed."""
+    torch.manual_seed(0)
+    first, second = (
+        AutoModelForCausalLM.from_config(family_config(family), dtype=torch.float32).eval()
+        for _ in range(2)
+    )
+    with torch.no_grad():
+        for p in first.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.1)
+    second.load_state_dict(first.state_dict())
+    return second, first
 
 
 def save_family(folder: str | Path, family: str, **more) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from fsdp_qlora.model import delta_rule as rules
 from fsdp_qlora.model.delta_rule import apply_delta_rule, delta_rule
 
-from .families import SIZES, family_config
+from .families import SIZES, two_alike
 
 THEIRS = dict(
     head=qwen.torch_chunk_gated_delta_rule,
@@ -108,14 +107,7 @@ def test_under_autocast_it_still_sums_in_fp32(decays):
 
 def pair(family: str) -> tuple[nn.Module, nn.Module]:
     """A random model with the op, and the same as transformers makes it."""
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for p in plain.parameters():
-            if p.dim() > 1:
-                p.normal_(0, 0.1)
-    changed = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float32).eval()
-    changed.load_state_dict(plain.state_dict())
+    changed, plain = two_alike(family)
     apply_delta_rule(changed)
     apply_delta_rule(changed)  # once more changes nothing
     return changed, plain

@@ -10,7 +10,7 @@ from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
-from fsdp_qlora.estimate.activations import _widest_in_backward
+from fsdp_qlora.estimate.activations import widest_in_backward
 from fsdp_qlora.estimate.magnitudes import NORM_VALUES
 from fsdp_qlora.memory import checkpointing_policy
 from fsdp_qlora.model.blocks import base_model, decoder_blocks, final_norm
@@ -166,7 +166,7 @@ def backward_peak(plan, hidden: int, intermediate: int) -> tuple[int, float]:
     step()
     step()  # gradients are there from the first one on
     policy = plan.memory.activation_policy
-    in_last_block = sum(_widest_in_backward(shape, plan, policy))
+    in_last_block = sum(widest_in_backward(shape, plan, policy))
     return peak_bytes(step), in_last_block + 2 * kept_by_block(shape, plan, policy)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_qlora.estimate import GIB, block_weights, gathered, memory
-from fsdp_qlora.estimate.activations import _attention_working, _widest_in_backward
+from fsdp_qlora.estimate.activations import _attention_working, widest_in_backward
 from fsdp_qlora.plan import Plan
 
 from .estimates import LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
@@ -113,10 +113,10 @@ def test_after_many_tiles_attention_is_what_takes_most():
     is 2 more, and dK and dV of all heads 2 where heads share keys. What is of rank R comes on top."""
     plan = PRODUCT.change(context_length=32768, mlp_tiles=64)
     hidden, ranks = 32768 * 4096 * 2, 32768 * 7 * 64 * 2
-    saved, work = _widest_in_backward(LLAMA_8B, plan, "recompute_all")
+    saved, work = widest_in_backward(LLAMA_8B, plan, "recompute_all")
     assert saved + work == pytest.approx(13 * hidden + ranks, rel=0.005)
     own_keys = replace(LLAMA_8B, kv_heads=32)  # k, v, dk and dv are wider by 0.75 each
-    assert sum(_widest_in_backward(own_keys, plan, "recompute_all")) == pytest.approx(
+    assert sum(widest_in_backward(own_keys, plan, "recompute_all")) == pytest.approx(
         (13 + 3 - 2) * hidden + ranks, rel=0.005
     )
 

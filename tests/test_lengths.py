@@ -165,25 +165,29 @@ def test_the_longest_row_of_an_estimate_is_the_one_that_a_run_plans_for(held_out
 
 def test_packing_is_proposed_where_padding_wastes_more_than_a_third():
     config = RunConfig(context_length=CONTEXT, batch_size=8)
-    line = packing_line(sampled(DISTRIBUTIONS["log_normal"]), config, 1)
+    line = packing_line(sampled(DISTRIBUTIONS["log_normal"]), config, 1, on_gpu=True)
     share = batches_of(sampled(DISTRIBUTIONS["log_normal"]), config, 1).share
     assert line.startswith(
         f"{1 - share:.0%} of the places are padding; --packing true would be about"
     )
-    assert not packing_line(sampled(DISTRIBUTIONS["full"]), config, 1)
-    assert not packing_line(sampled(DISTRIBUTIONS["log_normal"]), RunConfig(packing=True), 1)
+    assert not packing_line(sampled(DISTRIBUTIONS["full"]), config, 1, on_gpu=True)
+    assert not packing_line(
+        sampled(DISTRIBUTIONS["log_normal"]), RunConfig(packing=True), 1, on_gpu=True
+    )
     assert not packing_line(sampled(DISTRIBUTIONS["log_normal"]), config, 1, on_gpu=False)
 
 
 def test_packing_is_proposed_where_micro_batches_leave_a_gpu_idle():
     config = RunConfig(context_length=CONTEXT, batch_size=1, global_batch_size=32)
     rows, held = sampled(np.full(64, 120)), "a micro-batch holds about 120 tokens"
-    line = packing_line(rows, config, 1)
+    line = packing_line(rows, config, 1, on_gpu=True)
     assert line == f"{held}; --packing true would fill it with 480, which is faster"
     assert packing_line(rows, config, 1, on_gpu=False) == ""
-    assert packing_line(rows, replace(config, global_batch_size=1), 1) == ""  # no row to add
-    assert packing_line(rows, replace(config, batch_size=16), 1) == ""  # enough tokens
-    assert packing_line(sampled(DISTRIBUTIONS["full"]), config, 1) == ""
+    assert (
+        packing_line(rows, replace(config, global_batch_size=1), 1, on_gpu=True) == ""
+    )  # no row to add
+    assert packing_line(rows, replace(config, batch_size=16), 1, on_gpu=True) == ""  # enough tokens
+    assert packing_line(sampled(DISTRIBUTIONS["full"]), config, 1, on_gpu=True) == ""
 
 
 def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.data import collate_packed
 from fsdp_qlora.estimate import host_memory, memory
-from fsdp_qlora.estimate.activations import Kept, offloaded_of_blocks
+from fsdp_qlora.estimate.kept import Kept, offloaded_of_blocks
 from fsdp_qlora.estimate.peak import GIB
 from fsdp_qlora.memory import activation_offload
 from fsdp_qlora.memory.activation_offload import (

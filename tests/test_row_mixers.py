@@ -24,7 +24,7 @@ from fsdp_qlora.model.delta_rule import apply_delta_rule
 from fsdp_qlora.model.packing_probe import keep_rows_apart
 from fsdp_qlora.model.row_mixers import Borders, check_kernels, leave_uncompiled, row_mixers
 
-from .families import EVERY_FAMILY, SIZES, family_config, save_family
+from .families import EVERY_FAMILY, SIZES, family_config, save_family, two_alike
 
 HYBRIDS = [
     "Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next", "Granite 4 H", "LFM2", "LFM2-MoE", "Falcon-H1", "Bamba",
@@ -52,14 +52,7 @@ LENGTHS = (11, 26, 3, 1, 25, 14)  # two bins of 40
 
 def made(family: str):
     """A random model that keeps packed rows apart, and the same without a line of this project."""
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for p in plain.parameters():
-            if p.dim() > 1:
-                p.normal_(0, 0.1)
-    ours = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float32).eval()
-    ours.load_state_dict(plain.state_dict())
+    ours, plain = two_alike(family)
     apply_delta_rule(ours)
     keep_rows_apart(ours)
     return ours, plain

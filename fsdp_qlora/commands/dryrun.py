@@ -146,7 +146,11 @@ def predict(
         return config
     except ValueError as error:
         print_main(f"\nno prediction: {error}\n")
-        if line := packing_line(rows, replace(config, batch_size=max(1, config.batch_size)), ranks):
+        rowwise, on_gpu = (
+            replace(config, batch_size=max(1, config.batch_size)),
+            device.type == "cuda",
+        )
+        if line := packing_line(rows, rowwise, ranks, on_gpu):
             print_main(line)
         return replace(config, batch_size=1) if config.batch_size == AUTO else config
 

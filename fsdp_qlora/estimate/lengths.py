@@ -82,7 +82,7 @@ def batches_of(rows: Rows, config: RunConfig, world_size: int) -> Batches:
 
 
 def packing_gain(
-    rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True
+    rows: Rows, config: RunConfig, world_size: int, on_gpu: bool
 ) -> PackingGain | None:
     """What packing would give where over a third of the places is lost without, or a GPU's time; else None.
 
@@ -109,7 +109,7 @@ def packing_gain(
     return None
 
 
-def packing_line(rows: Rows, config: RunConfig, world_size: int, on_gpu: bool = True) -> str:
+def packing_line(rows: Rows, config: RunConfig, world_size: int, on_gpu: bool) -> str:
     """What packing would give, where much is lost without it; else empty."""
     found = packing_gain(rows, config, world_size, on_gpu)
     return f"{found.lost}; --packing true {found.gained}" if found else ""

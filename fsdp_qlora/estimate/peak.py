@@ -13,10 +13,11 @@ from ..choices.optimizers import CHUNK, TOGETHER
 from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES, resharding
 from ..plan import BYTES, Plan, Runs
 from . import constants
-from .activations import Kept, block_input, loss_bytes, offloaded_of_blocks
+from .activations import block_input, loss_bytes
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
 from .experts import hole_of_block
 from .gathered_units import GatheredUnits, WaitingGradients
+from .kept import Kept, offloaded_of_blocks
 from .vocabulary import cast_head_bytes, head_bytes, whole_embedding_bytes
 from .weights import all_trained, all_weights, optimizer_bytes, resident_bytes, trained_on_host
 

@@ -15,7 +15,8 @@ from ..catalog.gpu import Gpu
 from ..catalog.hardware import find_gpu
 from ..choices import POLICIES
 from ..plan import Plan
-from .activations import kept_by_block, offloaded
+from .activations import kept_by_block
+from .kept import offloaded
 from .peak import GIB, Memory, Peak, memory
 from .speed import compute_parts, launch_seconds
 

@@ -216,7 +216,9 @@ def data_notes(found: Estimate, rows: Rows | None) -> list[str]:
             f"{counted(rows.num_rows, 'row')}, {_total_tokens(tokens)} tokens in "
             f"{counted(found.steps, 'step')}: {duration(cost.hours)}, {money(cost)}"
         )
-    line = packing_line(rows, found.config, found.machine.world_size)
+    line = packing_line(
+        rows, found.config, found.machine.world_size, on_gpu=not found.machine.is_cpu
+    )
     return lines + [line] * bool(line)
 
 

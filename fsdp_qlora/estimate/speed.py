@@ -16,9 +16,10 @@ from ..choices.optimizers import TOGETHER
 from ..choices.strategies import BUCKET_BYTES
 from ..plan import BYTES, Plan
 from . import constants
-from .activations import exchanged, offloaded, offloaded_of_blocks
+from .activations import exchanged
 from .experts import adapted_experts, routings
 from .flops import adapted_linears, flops_per_token
+from .kept import offloaded, offloaded_of_blocks
 from .kinds import mean_of_blocks
 from .memory_traffic import (
     activation_traffic,

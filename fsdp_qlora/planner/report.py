@@ -151,7 +151,9 @@ def packing_line(proposal: Proposal) -> str:
     some, rows = proposal.choice, proposal.rows
     if not some or not some.batches or not rows:
         return ""
-    found = packing_gain(rows, some.config, proposal.machine.world_size)
+    found = packing_gain(
+        rows, some.config, proposal.machine.world_size, on_gpu=not proposal.machine.is_cpu
+    )
     if not found:
         return ""
     packed = propose(
