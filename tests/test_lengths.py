@@ -10,7 +10,7 @@ import torch
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.catalog.arch import model_shape, shape_from_params
 from fsdp_qlora.catalog.hardware import find_gpu
-from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.machine import MachineOptions, cpu_machine, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.run import with_bins_of
@@ -183,11 +183,22 @@ def test_packing_is_proposed_where_micro_batches_leave_a_gpu_idle():
     line = packing_line(rows, config, 1, on_gpu=True)
     assert line == f"{held}; --packing true would fill it with 480, which is faster"
     assert packing_line(rows, config, 1, on_gpu=False) == ""
-    assert (
-        packing_line(rows, replace(config, global_batch_size=1), 1, on_gpu=True) == ""
-    )  # no row to add
-    assert packing_line(rows, replace(config, batch_size=16), 1, on_gpu=True) == ""  # enough tokens
+    # no row to add; enough tokens
+    assert packing_line(rows, replace(config, global_batch_size=1), 1, on_gpu=True) == ""
+    assert packing_line(rows, replace(config, batch_size=16), 1, on_gpu=True) == ""
     assert packing_line(sampled(DISTRIBUTIONS["full"]), config, 1, on_gpu=True) == ""
+
+
+def test_an_estimate_proposes_packing_for_a_gpu_and_not_for_a_cpu():
+    """As the run does that a dry run stands for: there masks that keep rows apart cost what padding does."""
+    rows, shape = sampled(DISTRIBUTIONS["log_normal"]), shape_from_params("7B")
+    config = RunConfig(context_length=CONTEXT, batch_size=8)
+    said = {
+        here.is_cpu: report(estimate(shape, here, config, rows), rows=rows)
+        for here in (machine(), cpu_machine(1))
+    }
+    assert "--packing true would be about" in said[False]
+    assert "--packing true" not in said[True]
 
 
 def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():
