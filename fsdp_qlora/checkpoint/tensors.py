@@ -162,14 +162,17 @@ def write_rows(path: Path, rows: dict[str, TensorRows], random_state: RandomStat
 
 
 def read_back(path: Path, tensors: dict[str, Tensor]):
-    """Compare a file with what it should hold, bit by bit, from the disk and not from the cache."""
+    """Compare a file with what it should hold, bit by bit, from the disk and not from the cache.
+
+    tensors: on any device; one on a GPU is copied to the host when its turn comes.
+    """
     sync(path)
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
     with safe_open(path, framework="pt") as file:
         same = set(file.keys()) == set(tensors) and all(
-            _same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items()
+            _same_bits(file.get_tensor(name), tensor.cpu()) for name, tensor in tensors.items()
         )
     if not same:
         raise OSError(f"{path}: the disk returned different bytes than were written")
