@@ -67,10 +67,9 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
 
 
 def fill(folder: Path, model: str, layers: int | None = None):
-    """Random weights of a model's shape, and a tokenizer whose words are numbers."""
+    """Random weights of a model's shape, if there are none."""
     from random_checkpoint import write
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers import AutoConfig
 
     from fsdp_qlora.catalog.known_models import known_config
 
@@ -80,13 +79,22 @@ def fill(folder: Path, model: str, layers: int | None = None):
         if layers:
             settings["num_hidden_layers"] = layers
         write(folder, AutoConfig.for_model(settings.pop("model_type"), **settings), device)
-    if not (folder / "tokenizer.json").exists():
-        words = {str(i): i for i in range(AutoConfig.from_pretrained(folder).vocab_size)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, unk_token="0", eos_token="1", pad_token="2"
-        ).save_pretrained(folder)
+
+
+def number_tokenizer(folder: Path):
+    """A tokenizer of a model's vocabulary whose words are numbers, from 3 on, one token each.
+
+    Not kept in the folder: AutoTokenizer would read it as the model's own kind, which splits numbers.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    special = dict(unk_token="<unk>", eos_token="</s>", pad_token="<pad>")
+    numbers = map(str, range(len(special), AutoConfig.from_pretrained(folder).vocab_size))
+    words = {word: i for i, word in enumerate([*special.values(), *numbers])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def row_lengths(options: argparse.Namespace, mixed: bool = False) -> list[tuple[int, int]]:
@@ -216,12 +224,8 @@ def measure(options: argparse.Namespace) -> dict:
     """Train one way in this process; what came out."""
     import trl
     from datasets import Dataset
-    from transformers import AutoTokenizer
 
-    tokenizer, watch = (
-        AutoTokenizer.from_pretrained(options.folder),
-        step_watch(WARM_UP + options.steps),
-    )
+    tokenizer, watch = number_tokenizer(options.folder), step_watch(WARM_UP + options.steps)
     given, callbacks = common_arguments(options), [watch]
     if options.profile:
         given["max_steps"] += 1

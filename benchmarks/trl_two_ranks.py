@@ -29,6 +29,7 @@ from dpo_8b import (
     common_arguments,
     figures,
     fill,
+    number_tokenizer,
     row_lengths,
     rows,
     step_watch,
@@ -86,13 +87,11 @@ def trainer_of(task: str, options: argparse.Namespace, **given):
 
 def measure(task: str, options: argparse.Namespace) -> dict:
     """Train one task on every rank; the tokens of all ranks and the largest rank's memory."""
-    from transformers import AutoTokenizer
-
     watch, began = step_watch(), time.monotonic()
     trainer = trainer_of(
         task,
         options,
-        processing_class=AutoTokenizer.from_pretrained(options.folder),
+        processing_class=number_tokenizer(options.folder),
         peft_config=adapter(options),
         sharding_strategy=options.strategy,
         quant="nf4",

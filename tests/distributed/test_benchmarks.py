@@ -532,6 +532,18 @@ def test_a_peer_that_looks_for_grouped_heads_finds_them_in_every_torch():
     assert module.varlen_attn(1, 2, scale=3, enable_gqa=True) == (1, 2, 3)
 
 
+def test_dpo_rows_have_as_many_tokens_as_are_counted(tmp_path):
+    import dpo_8b
+
+    folder = save_tiny(tmp_path / "tiny")  # whose own tokenizer AutoTokenizer would take
+    options = dpo_8b.options_of([folder, "--length", "64", "--batch_size", "2"])
+    tokenizer = dpo_8b.number_tokenizer(folder)
+    lengths = dpo_8b.row_lengths(options, mixed=True)
+    for wanted, row in zip(lengths, dpo_8b.rows(lengths, len(tokenizer)), strict=True):
+        ids = [tokenizer(row["prompt"] + row[way]).input_ids for way in ("chosen", "rejected")]
+        assert tuple(len(row) + 1 for row in ids) == wanted  # TRL adds the end
+
+
 @pytest.mark.slow
 def test_dpo_is_measured_beside_trl_alone_with_the_same_losses(tmp_path):
     import dpo_8b
