@@ -184,12 +184,11 @@ def _chunked_forward(
         masks = rows_alone(model.config) if alone else nullcontext()
     with masks:
         hidden = _decoder(model)(input_ids=input_ids, **kwargs).last_hidden_state
-    head, labels = output_head(model), labels.flatten()
+    head = output_head(model)
+    hidden, labels, loss_weights = _counted(hidden.flatten(0, 1), labels.flatten(), loss_weights)
     # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
     # head that is trained beside adapters is stored in another one (adapters/modules_to_save.py).
-    hidden = compute_input(
-        hidden.flatten(0, 1).to(getattr(head, "compute_dtype", head.weight.dtype))
-    )
+    hidden = compute_input(hidden.to(getattr(head, "compute_dtype", head.weight.dtype)))
     weight = gathered_weight(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         total = _ChunkedCrossEntropy.apply(
@@ -200,9 +199,23 @@ def _chunked_forward(
             *after_head,
             chunk_tokens(len(weight)),
             _right_tokens(model, hidden.device),
-            None if loss_weights is None else loss_weights.flatten(),
+            loss_weights,
         )
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
+
+
+def _counted(
+    hidden: Tensor, labels: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tokens (N, D) that have a label, with it and their weight; on a GPU all of them.
+
+    There the host would have to wait for their number.
+    """
+    weights = None if weights is None else weights.flatten()
+    if hidden.device.type != "cpu":
+        return hidden, labels, weights
+    found = (labels != IGNORE).nonzero().flatten()
+    return hidden[found], labels[found], None if weights is None else weights[found]
 
 
 def _num_items(labels: Tensor, loss_weights: Tensor | None) -> Tensor:
