@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache, wraps
 
 import torch
@@ -125,10 +126,13 @@ def delta_rule(
 ) -> Tensor:
     """What each token reads of its state, (B T, H, V) in the queries' dtype; computed in fp32.
 
+    On a GPU products of what came in 16 bits round their factors to TF32's 11 bits, with sums in fp32, as
+    flash-linear-attention's round to 16; what is summed up from chunk to chunk and in a chunk stays exact.
+
     query, key (B T, H, K), value (B T, H, V); decay (B T, H) or (B T, H, K), the logarithm of `a`;
     beta (B T, H), the rate. rows: B. normalized: divide queries and keys by their lengths.
     """
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(query.device.type, enabled=False), _tensor_cores(query):
         return _by_chunks(query, key, value, decay, beta, rows, normalized)
 
 
@@ -145,7 +149,8 @@ def delta_rule_backward(
 ) -> list[Tensor]:
     """Gradients of the five tensors, given the output's."""
     given = [x.detach().requires_grad_() for x in (query, key, value, decay, beta)]
-    with outside_of_op(), torch.enable_grad(), torch.autocast(d_out.device.type, enabled=False):
+    plain = torch.autocast(d_out.device.type, enabled=False)
+    with outside_of_op(), torch.enable_grad(), plain, _tensor_cores(query):
         out = _by_chunks(*given, rows, normalized)
         return [x.contiguous() for x in torch.autograd.grad(out, given, d_out)]
 
@@ -172,6 +177,37 @@ def _gradients(ctx, d_out):
 delta_rule.register_autograd(_gradients, setup_context=_save)
 
 
+def _tensor_cores(given: Tensor):
+    """Products of fp32 on a GPU's tensor cores, in TF32, for what is given in 16 bits."""
+    return _products(given, "highest" if given.dtype == torch.float32 else "high")
+
+
+def _exactly(x: Tensor):
+    """Products in fp32: where errors would add up from step to step."""
+    return _products(x, "highest")
+
+
+@contextmanager
+def _products(x: Tensor, precision: str):
+    if not _on_gpu(x):
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by torch's newer names for it, and torch refuses a mixture
+        yield
+        return
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 # ---- what it computes ---------------------------------------------------------------------------
 
 
@@ -186,23 +222,34 @@ def _by_chunks(
 ) -> Tensor:
     dtype, tokens = query.dtype, len(query) // rows
     query, key, value, decay, beta = (_in_chunks(x, rows) for x in (query, key, value, decay, beta))
+    size = query.shape[-1]
     if normalized:
-        query, key = (
-            x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)
-        )
-    query = query * query.shape[-1] ** -0.5
+        query, key = _scaled(query, 1 / size), _scaled(key, size**-0.5)
+    else:
+        query = query * size**-0.5
     decay = decay.cumsum(-2)  # from a chunk's start to after each token
-    rates, grown = key * beta, decay.exp()
-    last = decay[..., -1:, :]
-    system, seen = _decayed_products((rates, query), key, decay)
-    one = torch.eye(CHUNK, device=system.device).expand_as(system)
-    inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
-    solved = inverse @ (value * beta), inverse @ (rates * grown)
-    written, states = _States.apply(*solved, key * (last - decay).exp(), last.exp().mT)
-    out = torch.baddbmm(
-        ((query * grown) @ states).flatten(0, 1), seen.flatten(0, 1), written.flatten(0, 1)
+    grown, last = decay.exp(), decay[..., -1:, :]
+    if decay.shape[-1] == 1:  # numbers of a token go with products of C x C, not of C x K
+        shares = _shares(decay, decay).squeeze(-1)
+        of_keys, of_queries = _Products.apply(query, key)
+        system, seen = of_keys * (shares * beta), of_queries * shares
+        inverse = _Inverse.apply(system)
+        rates = (inverse * -(beta * grown).mT) @ key
+    else:
+        system, seen = _decayed_products((key * beta, query), key, decay)
+        inverse = _Inverse.apply(system)
+        rates = (inverse * -beta.mT) @ (key * grown)
+    values = (inverse * beta.mT) @ value
+    out = _Read.apply(
+        values, rates, key * (last - decay).exp(), query * grown, seen, last.exp().mT
     )
-    return _in_rows(out.view_as(written), rows, tokens).to(dtype)
+    return _in_rows(out, rows, tokens).to(dtype)
+
+
+def _scaled(x: Tensor, size: float) -> Tensor:
+    """x divided by its length, times the root of its last dimension and `size`."""
+    of = x.shape[-1:]
+    return F.rms_norm(x, of, x.new_full(of, size), 1e-6 / of[0])
 
 
 def _in_chunks(x: Tensor, rows: int) -> Tensor:
@@ -222,9 +269,6 @@ def _in_rows(x: Tensor, rows: int, tokens: int) -> Tensor:
 
 def _decayed_products(lefts: tuple[Tensor, ...], right: Tensor, decay: Tensor) -> list[Tensor]:
     """Of each left, left_i right_j exp(decay_i - decay_j) for tokens j <= i of a chunk: (N, G, C, C)."""
-    if decay.shape[-1] == 1:
-        shares = _shares(decay, decay).squeeze(-1)
-        return [(left @ right.mT) * shares for left in lefts]
     # Decays by channel go with what is multiplied: both factors are at most 1 from a part's first token
     # on, and up to it. Within the part there is no such place.
     rows: list[list[Tensor]] = [[] for _ in lefts]
@@ -250,37 +294,111 @@ def _shares(at: Tensor, of: Tensor) -> Tensor:
     return (at[..., :, None, :] - of[..., None, :, :]).masked_fill(later, float("-inf")).exp()
 
 
-class _States(torch.autograd.Function):
-    """What chunks write, W = U - R S, (N, G, C, V), and the state before each, (N, G, K, V).
+class _Products(torch.autograd.Function):
+    """Of each chunk, keys with keys and queries with keys: twice (N, G, C, C)."""
 
-    The state after a chunk is d S + K^T W, with its keys K and rates R (N, G, C, K), its values U
-    (N, G, C, V) and its decay d (N, G, 1 or K, 1).
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor):
+        ctx.save_for_backward(query, key)
+        return key @ key.mT, query @ key.mT
+
+    @staticmethod
+    def backward(ctx, d_of_keys: Tensor, d_of_queries: Tensor):
+        query, key = ctx.saved_tensors
+        d_key = (d_of_keys + d_of_keys.mT) @ key
+        return d_of_queries @ key, _plus(d_key, d_of_queries.mT, query)
+
+
+class _Inverse(torch.autograd.Function):
+    """Of 1 + the part below the diagonal of a system (N, G, C, C), in blocks: exact, which powers are not."""
+
+    @staticmethod
+    def forward(ctx, system: Tensor):
+        with _exactly(system):
+            inverse = _inverse(system)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx, d_inverse: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return (inverse.mT @ d_inverse @ inverse.mT).neg_().tril_(-1)
+
+
+def _inverse(system: Tensor) -> Tensor:
+    size, parts = _PART, _on_diagonal(system, _PART)
+    one = torch.eye(size, device=system.device)
+    inverse = one.repeat(*parts.shape[:3], 1, 1)
+    for i in range(size - 1):  # of all parts at once, row by row
+        rows, row = inverse[..., i + 1 :, : i + 1], inverse[..., i : i + 1, : i + 1]
+        rows.addcmul_(parts[..., i + 1 :, i : i + 1], row, value=-1)
+    while size < CHUNK:  # of two neighbours: ((a, 0), (b, c)) has ((1/a, 0), (-1/c b 1/a, 1/c))
+        upper, lower = inverse[:, :, 0::2], inverse[:, :, 1::2]
+        between = lower @ _on_diagonal(system, 2 * size)[..., size:, :size] @ upper
+        left = torch.cat([upper, between.neg_()], -2)
+        inverse = torch.cat([left, F.pad(lower, (0, 0, size, 0))], -1)
+        size *= 2
+    return inverse.squeeze(2)
+
+
+def _on_diagonal(x: Tensor, size: int) -> Tensor:
+    """A view of the blocks on the diagonal of x (N, G, C, C): (N, G, C / size, size, size)."""
+    blocks = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return blocks.diagonal(0, -4, -2).movedim(-1, 2)
+
+
+class _Read(torch.autograd.Function):
+    """What tokens read, O = Q S + P W (N, G, C, V), where chunks write W = U + R S and S is the state before.
+
+    The state after a chunk is d S + K^T W, which is A S + K^T U with A = d + K^T R: these matrices are made
+    for all chunks at once, and the loop has one product for each. Values U (N, G, C, V), which become W in
+    place; rates R, keys K and queries Q (N, G, C, K); shares P of what was written (N, G, C, C); decay d
+    (N, G, 1 or K, 1).
     """
 
     @staticmethod
-    def forward(ctx, values: Tensor, rates: Tensor, keys: Tensor, decay: Tensor):
-        chunks, heads, _, size = rates.shape
-        states = values.new_zeros(chunks, heads, size, values.shape[-1])
-        written = torch.empty_like(values)
-        for i in range(chunks):
-            torch.baddbmm(values[i], rates[i], states[i], alpha=-1, out=written[i])
-            if i + 1 < chunks:
-                kept = decay[i] * states[i]
-                torch.baddbmm(kept, keys[i].mT, written[i], out=states[i + 1])
-        ctx.save_for_backward(rates, keys, decay, written, states)
-        return written, states
+    def forward(
+        ctx, values: Tensor, rates: Tensor, keys: Tensor, queries: Tensor, seen: Tensor, decay: Tensor
+    ):
+        steps = keys.mT @ rates
+        steps.diagonal(0, -2, -1).add_(decay.squeeze(-1))
+        states = values.new_empty(*steps.shape[:3], values.shape[-1])
+        states[0] = 0
+        _product(keys[:-1].mT, values[:-1], states[1:])
+        with _exactly(values):
+            for before, after, step in zip(states[:-1], states[1:], steps[:-1], strict=True):
+                after.baddbmm_(step, before)
+        written = _plus(values, rates, states)
+        ctx.save_for_backward(rates, keys, queries, seen, decay, steps, states, written)
+        return _plus(queries @ states, seen, written)
 
     @staticmethod
-    def backward(ctx, d_written: Tensor, d_states: Tensor):
-        rates, keys, decay, written, states = ctx.saved_tensors
-        d_values = torch.empty_like(written)
-        after = torch.zeros_like(states)  # the gradient of the state after each chunk
-        for i in reversed(range(len(states))):
-            torch.baddbmm(d_written[i], keys[i], after[i], out=d_values[i])
-            if i:
-                before = torch.addcmul(d_states[i], decay[i], after[i])
-                torch.baddbmm(before, rates[i].mT, d_values[i], alpha=-1, out=after[i - 1])
+    def backward(ctx, d_out: Tensor):
+        rates, keys, queries, seen, decay, steps, states, written = ctx.saved_tensors
+        d_out = d_out.contiguous()  # else each product would copy it
+        d_written = seen.mT @ d_out
+        after = torch.empty_like(states)  # the gradient of the state after each chunk
+        after[-1] = 0
+        _product(queries[1:].mT, d_out[1:], after[:-1])
+        _plus(after[:-1], rates[1:].mT, d_written[1:])
+        with _exactly(d_out):
+            for i in reversed(range(1, len(after))):
+                after[i - 1].baddbmm_(steps[i].mT, after[i])
+        d_values = _plus(d_written, keys, after)
         d_decay = (states * after).sum(-1, keepdim=True)
         if decay.shape[-2] == 1:
             d_decay = d_decay.sum(-2, keepdim=True)
-        return d_values, -d_values @ states.mT, written @ after.mT, d_decay
+        of_keys, of_queries, of_shares = (
+            a @ b.mT for a, b in ((written, after), (d_out, states), (d_out, written))
+        )
+        return d_values, d_values @ states.mT, of_keys, of_queries, of_shares, d_decay
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor):
+    torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out=out.flatten(0, 1))
+
+
+def _plus(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """x + left right of each chunk and head, in place of x: baddbmm would copy it first."""
+    x.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+    return x
