@@ -1,11 +1,14 @@
 """One thread per process: tests run beside each other's ranks, and idle OpenMP threads cost more."""
 
 import os
+from importlib import metadata
 
 import bitsandbytes.nn.modules
+import pytest
 import torch
 from hypothesis import settings
 
+from fsdp_qlora.config import delta_kernels
 from tests import reaper
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of what tests launch
@@ -20,3 +23,24 @@ settings.load_profile("fixed")
 
 def pytest_configure():
     reaper.start()
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Let packages that delta nets run on be installed, and a version of Triton: install({"fla"}, "3.6")."""
+
+    version = metadata.version
+
+    def clear():
+        delta_kernels.has_flash_linear_attention.cache_clear()
+        delta_kernels.why_on_plain_torch.cache_clear()
+
+    def let(packages: set[str], triton: str):
+        monkeypatch.setattr(delta_kernels, "find_spec", lambda name: name in packages or None)
+        of = {"triton": triton}
+        monkeypatch.setattr(metadata, "version", lambda name: of.get(name) or version(name))
+        clear()
+
+    yield let
+    monkeypatch.undo()
+    clear()

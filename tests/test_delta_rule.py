@@ -5,13 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.estimate import resolve
 from fsdp_qlora.model import delta_rule as rules
-from fsdp_qlora.model.delta_rule import apply_delta_rule, delta_rule
+from fsdp_qlora.model.delta_rule import (
+    apply_delta_rule,
+    delta_rule,
+    delta_rule_backward,
+    has_own_rule,
+)
 
-from .families import SIZES, two_alike
+from .families import SIZES, family_config, two_alike
 
 THEIRS = dict(
     head=qwen.torch_chunk_gated_delta_rule,
@@ -84,6 +96,69 @@ def test_it_is_exact_where_states_last_and_where_they_are_gone_at_once(decays, s
     assert off(found, expected) < 2e-6
     for a, b in zip(gradients(found, tensors), gradients(expected, tensors), strict=True):
         assert off(a, b) < 1e-4  # a decay's that is gone at once is a small difference of sums
+
+
+class InTf32(TorchDispatchMode):
+    """Products of fp32 as a GPU makes them where torch lets it: of factors with 11 bits, summed in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.rounded = self.exact = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op._schema.name
+        if name in ("aten::bmm", "aten::baddbmm_"):
+            rounds = torch.get_float32_matmul_precision() == "high"
+            self.rounded, self.exact = self.rounded + rounds, self.exact + (not rounds)
+            first = name == "aten::baddbmm_"
+            if rounds:
+                factors = (of_11_bits(x) for x in args[first : first + 2])
+                args = (*args[:first], *factors, *args[first + 2 :])
+        return op(*args, **kwargs or {})
+
+
+def of_11_bits(x: Tensor) -> Tensor:
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x0FFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("strength", [1e-3, 1.0])
+@pytest.mark.parametrize("decays", THEIRS)
+def test_on_tensor_cores_its_error_is_hardly_more_than_rounding_to_bf16(
+    decays, strength, monkeypatch
+):
+    monkeypatch.setattr(rules, "_on_gpu", lambda x: True)
+    tensors = [x.detach() for x in given(decays, 1000, torch.bfloat16, strength)]
+    wide = [x.double().requires_grad_() for x in tensors]
+    out = token_by_token(*wide)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = [out, *torch.autograd.grad(out, wide, d_out.double())]
+    flat = [x.flatten(0, 1) for x in tensors]
+    with InTf32() as products:
+        found = [delta_rule._init_fn(*flat, ROWS, True)]
+        found += delta_rule_backward._init_fn(d_out.flatten(0, 1), *flat, ROWS, True)
+    assert products.rounded > 20 and products.exact > 3 * 1000 / rules.CHUNK - 4
+    for a, b in zip(found, expected, strict=True):
+        rounded = off(b.bfloat16(), b)
+        assert off(a.unflatten(0, b.shape[:2]), b) < 1.2 * rounded
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_products_of_fp32_inputs_and_those_set_by_torchs_newer_names_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(rules, "_on_gpu", lambda x: True)
+    flat = [x.detach().flatten(0, 1) for x in given("head", 100, torch.float32)]
+    with InTf32() as products:
+        delta_rule._init_fn(*flat, ROWS, True)
+    assert not products.rounded and products.exact
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "tf32"
+        try:
+            delta_rule._init_fn(*[x.bfloat16() for x in flat], ROWS, True)
+            assert matmul.fp32_precision == "tf32"
+        finally:
+            matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("tokens, rows", [(64, 1), (64, 2), (70, 2)])
@@ -161,10 +236,41 @@ def test_a_mixer_that_has_its_rule_as_an_attribute_calls_the_op():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_where_kernels_are_installed_nothing_is_changed(monkeypatch):
-    monkeypatch.setattr(rules, "has_flash_linear_attention", lambda: True)
-    changed, plain = pair("Qwen3.5")
-    assert [type(m) for m in changed.modules()] == [type(m) for m in plain.modules()]
+@pytest.mark.parametrize(
+    "hopper, triton, installed, gated, by_channel",
+    [
+        (True, "3.6.0", {"fla"}, True, False),
+        (True, "3.4.0", {"fla"}, True, False),
+        (True, "3.7.1", {"fla"}, False, False),
+        (True, "3.3.1", {"fla"}, False, False),
+        (True, "3.6.0", {"fla", "tilelang"}, False, False),
+        (False, "3.6.0", {"fla"}, False, False),
+        (True, "3.6.0", set(), True, True),
+        (False, "3.6.0", set(), True, True),
+    ],
+)
+def test_the_op_is_where_kernels_are_missing_or_give_wrong_gradients(
+    hopper, triton, installed, gated, by_channel, install, monkeypatch
+):
+    """In runs, and in estimates of the same machine; elsewhere a model stays as transformers makes it."""
+    install(installed, triton)
+    monkeypatch.setattr(rules, "is_hopper", lambda: hopper)
+    gpu = find_gpu("H200" if hopper else "A100 80GB")
+    for family in DELTA_NETS:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(family_config(family))
+        kinds = [type(m) for m in model.modules()]
+        apply_delta_rule(model)
+        replaced = by_channel if family == "Kimi Linear" else gated
+        assert any(has_own_rule(m) for m in model.modules()) == replaced
+        assert replaced or [type(m) for m in model.modules()] == kinds
+        if family == "OLMo Hybrid":
+            continue  # of whose blocks estimates know nothing
+        shape = shape_from_config(family_config(family).to_dict())
+        plan = resolve(RunConfig(context_length=512), shape, Machine(gpu=gpu, memory_gib=79))
+        assert plan.model.state_kernels != replaced
+        remedy = "tilelang" if installed else "flash-linear-attention"
+        assert any(f"pip install {remedy})" in said for said in plan.choices) == replaced
 
 
 def test_it_keeps_its_inputs_alone():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,7 @@ from fsdp_qlora.bench.row import read_rows, row_files
 from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.machine import Machine, cpu_machine
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.estimate import attention, memory, resolve
+from fsdp_qlora.estimate import attention, memory, resolve, step_seconds
 from fsdp_qlora.estimate.activations import _state_saved, _state_working
 from fsdp_qlora.model import attention as of_code
 from fsdp_qlora.model import flash_attention_4 as fa4
@@ -174,14 +172,16 @@ def test_the_backward_of_a_delta_net_on_plain_torch_holds_what_is_estimated(
     assert _state_working(shape, plan.change(state_kernels=True)) == 0
 
 
-def test_a_run_without_kernels_for_delta_nets_says_so_and_takes_more(monkeypatch):
+def test_a_run_without_kernels_for_delta_nets_says_so_and_takes_more(install):
     config = RunConfig(batch_size=2, context_length=4096, activation_policy="recompute_all")
     shape, plans = model_shape("Qwen/Qwen3.5-9B"), []
-    for installed in (True, False):
-        module = sys.modules[resolve.__module__]
-        monkeypatch.setattr(module, "has_flash_linear_attention", lambda i=installed: i)
+    for packages in ({"fla"}, set()):
+        install(packages, triton="3.3.1")
         plans.append(resolve(config, shape, GPU))
     said = "flash-linear-attention is not installed: the delta nets of qwen3_5_text run on plain"
     assert [any(said in line for line in plan.choices) for plan in plans] == [False, True]
     with_kernels, without = (memory(shape, plan).peak_allocated for plan in plans)
     assert with_kernels + 1 < without
+    fast, slow = (step_seconds(shape, H100, plan) for plan in plans)
+    assert fast.parts["delta_nets"] == 0 < slow.parts["delta_nets"]
+    assert fast.total + slow.parts["delta_nets"] < slow.total  # blocks run again

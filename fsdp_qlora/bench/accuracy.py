@@ -11,6 +11,7 @@ from ..catalog.hardware import find_gpu
 from ..choices import OPTIMIZERS
 from ..estimate import Memory, Peak, StepTime, memory, step_seconds
 from ..estimate.constants import CONTEXT_GIB, NCCL_GIB
+from ..estimate.delta_nets import on_plain_torch
 from ..plan import Plan
 from .row import BenchRow, plan_of
 
@@ -46,6 +47,8 @@ _OLD_OPTIMIZERS = ("cc5469f",)  # which updated one tensor after the other
 _OLD_SUMS = ("638255a",)
 # Attention with sinks kept its output in the order of heads, and again in that of tokens.
 _OLD_SINKS = ("208ff0b", "0342d6a")
+# Delta nets on plain torch solved triangular systems, and had three products and more for each chunk.
+_OLD_RULES = ("c585e58",)
 _EARLY_PEAKS = "5e23f3d"  # whose peaks of replayed rows are those of the row before
 # Their final norm was eager: in fp32, which was the widest that came and went where tokens are many, and
 # that is what the allocator's unused memory follows. fp8 products joined since (2b8e2e6) are no list of
@@ -146,6 +149,8 @@ class Compared:
             and products
             or self.row.commit in _OLD_OPTIMIZERS
             and OPTIMIZERS[self.row.optimizer].updates_together
+            or self.row.commit in _OLD_RULES
+            and any(on_plain_torch(kind, self.plan) for kind, _ in self.shape.block_kinds())
         )
 
 

@@ -76,6 +76,7 @@ class BenchRow:
     attention_offload: bool = False  # older code's rows kept attention's outputs on the GPU
     sequence_parallel: int = 1
     keep_fp8_weights: bool = False
+    state_kernels: bool = False  # of delta nets: flash-linear-attention's, which no older row had
     steps_measured: int = 0
     seconds_per_step: float | None = None
     seconds_p10: float | None = None
@@ -111,6 +112,7 @@ _FIELDS = dict(
     absmax_dtype="absmax_dtype",
     compute_dtype="compute_dtype",
     keep_fp8_weights="keep_fp8_weights",
+    state_kernels="state_kernels",
     adapter="adapter",
     lora_rank="lora_rank",
     lora_targets="targets",

@@ -8,6 +8,7 @@ reached: `measured_*` holds what this project measured, and other cards are assu
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 # Share of the datasheet that large products and long copies reach: the H100's measured shares
@@ -52,6 +53,11 @@ class Gpu:
     def label(self) -> str:
         """The name, with a mark where the figures are only the datasheet's."""
         return self.name if self.calibrated else f"{self.name} (uncalibrated)"
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is of that architecture, by its name."""
+        return bool(re.search(r"\bG?H\d", self.name))
 
     @property
     def reached_tflops(self) -> float:

@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 from ..choices import STRATEGIES, Strategy
@@ -256,12 +255,6 @@ _CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabul
 def chunk_tokens(vocabulary: int) -> int:
     """Tokens whose logits exist at once: 1024, or fewer where the vocabulary is larger."""
     return max(128, min(1024, _CHUNK_LOGITS // vocabulary // 128 * 128))
-
-
-@cache
-def has_flash_linear_attention() -> bool:
-    """Whether transformers finds the package's kernels here; else delta nets run on plain torch."""
-    return find_spec("fla") is not None
 
 
 @cache

@@ -8,8 +8,8 @@ a few moments of a step, and the table shows what is alive then. Nothing is fitt
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: constants, attention, lengths, kinds, experts,
-weights, vocabulary, collectives, magnitudes, activations, kept, flops, gathered_units, peak,
+Modules, each importing only from those before it: constants, attention, lengths, kinds, delta_nets,
+experts, weights, vocabulary, collectives, magnitudes, activations, kept, flops, gathered_units, peak,
 memory_traffic, speed, policies, resolve, cost, question, failures, report, tasks.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all

@@ -12,6 +12,7 @@ from ..choices import POLICIES
 from ..config.run import chunk_tokens
 from ..plan import BYTES, WITHOUT_MASKS, Plan
 from . import constants, experts, magnitudes
+from .delta_nets import bytes_of_rule, on_plain_torch
 from .kinds import mean_of_blocks, most_of_blocks
 from .magnitudes import needs_last_output
 from .vocabulary import trains_head
@@ -109,7 +110,7 @@ def _state_saved(shape: ModelShape, plan: Plan) -> float:
     mixer, a = shape.block.mixer, plan.model.product_bytes
     given = mixer.linears[-1][1][1]
     values = a * 2 * shape.state_width
-    if not _on_plain_torch(shape, plan):
+    if not on_plain_torch(shape, plan):
         return plan.batch.tokens * (
             values + a * (given + constants.STATE_CHUNK * mixer.state_heads)
         )
@@ -117,21 +118,10 @@ def _state_saved(shape: ModelShape, plan: Plan) -> float:
     return plan.batch.tokens * (values + given * (3 * a + of_norm + 4 * mixer.decays_by_channel))
 
 
-def _on_plain_torch(shape: ModelShape, plan: Plan) -> bool:
-    """Whether a block has a delta net without kernels (model/delta_rule.py)."""
-    return bool(shape.block and shape.block.mixer.is_delta_net and not plan.model.state_kernels)
-
-
 def _state_working(shape: ModelShape, plan: Plan) -> float:
     """What the backward of a delta net without kernels holds: all steps of its chunks in fp32."""
-    if not shape.block or not _on_plain_torch(shape, plan):
-        return 0.0
-    mixer, chunk = shape.block.mixer, constants.STATE_CHUNK
-    state = mixer.state / mixer.state_heads
-    values = constants.TORCH_HEAD_VALUES + constants.TORCH_CHANNEL_VALUES * mixer.decays_by_channel
-    each = constants.TORCH_CHUNK_ROWS * chunk + values * state**0.5
-    each += constants.TORCH_STATES * state / chunk
-    return plan.batch.tokens * mixer.state_heads * 4 * each
+    net = on_plain_torch(shape, plan)
+    return 0.0 if net is None else bytes_of_rule(net, plan, constants.TORCH_RULE_HELD)
 
 
 def _adapter_saved(shape: ModelShape, plan: Plan) -> float:

@@ -9,6 +9,7 @@ the errors on all other rows.
 from __future__ import annotations
 
 # ---- products and passes -----------------------------------------------------------------------
+FP32_RATE = 1 / 16  # of bf16's rate: without tensor cores
 MATMUL_SHARE = 0.92  # of the rate of large products, for a block's linear layers
 FP8_SHARE = 0.824  # the same in fp8, without the quantization that they need
 ATTENTION_SHARE = (
@@ -61,10 +62,24 @@ ROUTING_SECONDS = 0.0004
 # ---- mixers with a state -----------------------------------------------------------------------
 # Not measured yet: counted from the kernels of flash-linear-attention and mamba-ssm.
 STATE_CHUNK = 64  # tokens whose attention within the chunk is kept, per token and head
-# What the backward of a delta net holds in fp32 where flash-linear-attention is missing, per token and head:
-# rows of a chunk's attention, values of a head's size, more if its decays are by channel, and states, of
-# which each chunk has one (model/delta_rule.py, traced).
-TORCH_CHUNK_ROWS, TORCH_HEAD_VALUES, TORCH_CHANNEL_VALUES, TORCH_STATES = 5, 19.3, 55.4, 2
+
+# Of a delta net on plain torch (model/delta_rule.py), in values of 4 bytes per token and head, traced: rows
+# of a chunk, values of a head's size, more where decays are by channel, and states, one for each chunk.
+TORCH_RULE_HELD = (8.5, 16.3, 53.9, 2.9)  # by its backward at most
+TORCH_RULE_FORWARD = (32.7, 34.4, 278, 7.7)  # read and written, but for norms,
+TORCH_RULE_BACKWARD = (99, 103, 1035, 22)  # which makes its chunks again
+# Traced: operations of a forward and a backward, beside those of the loop over chunks; decays by head, and by
+# channel.
+TORCH_RULE_LAUNCHES = (66, 150), (155, 466)
+TORCH_LAUNCH = 8e-6  # seconds of the host for one of these; not measured on a GPU's host
+# Of a product in the loop, however small: a head's of 128 x 128 x 128 in fp32, on one multiprocessor, counted
+# by its rate. Not measured.
+TORCH_STEP_SECONDS = 10e-6
+# What the rule as a whole reaches of what is counted. Set on the only row there is, which an earlier op gave
+# (qwen3_5_9b_qlora on 1, models_h200_2026-11-30.jsonl): 0.53 s of its step are beyond what other layers take,
+# and its bytes, products and steps count for 0.39. That op also solved triangular systems by cuBLAS, which
+# today's does not, and no profile says how long that took: the op may be faster than estimated.
+TORCH_RULE_SHARE = 0.73
 STATE_PASSES = (
     6  # of what a mixer convolves, read or written by a forward; a backward twice as many
 )

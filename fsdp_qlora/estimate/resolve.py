@@ -15,7 +15,7 @@ from ..catalog.arch import ModelShape
 from ..catalog.gpu import Gpu
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
-from ..config.run import has_flash_linear_attention
+from ..config.delta_kernels import why_on_plain_torch
 from ..config.settings import shown
 from ..plan import Plan, draft_plan, replays_pay, with_learning_rate
 from .attention import attention_of, makes_masks
@@ -105,14 +105,16 @@ def _with_attention(
 def _with_state_kernels(plan: Plan, shape: ModelShape, machine: Machine) -> Plan:
     """Whether delta nets run on kernels, which is said where a GPU could."""
     mixers = [kind.block.mixer for kind, _ in shape.block_kinds() if kind.block]
-    missing = any(m.is_delta_net for m in mixers) and not has_flash_linear_attention()
-    if machine.is_cpu or not missing:
+    channels = {m.decays_by_channel for m in mixers if m.is_delta_net}
+    found = [why_on_plain_torch(machine.gpu.is_hopper, by_channel) for by_channel in channels]
+    if machine.is_cpu or not any(found):
         return plan
-    reason = (
-        f"flash-linear-attention is not installed: the delta nets of {shape.family} run on plain torch, "
-        "which is slower and takes more memory in its backward (pip install flash-linear-attention)"
+    reason, remedy = next(filter(None, found))
+    said = (
+        f"{reason}: the delta nets of {shape.family} run on plain torch, "
+        f"which is slower and takes more memory in its backward ({remedy})"
     )
-    return plan.choose(reason, state_kernels=False)
+    return plan.choose(said, state_kernels=False)
 
 
 def _check_kept_fp8(plan: Plan):

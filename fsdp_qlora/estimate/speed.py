@@ -17,6 +17,7 @@ from ..choices.strategies import BUCKET_BYTES
 from ..plan import BYTES, Plan
 from . import constants
 from .activations import exchanged
+from .delta_nets import rule_launches, rule_seconds
 from .experts import adapted_experts, routings
 from .flops import adapted_linears, flops_per_token
 from .kept import offloaded, offloaded_of_blocks
@@ -142,6 +143,7 @@ def compute_parts(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, float]:
         / copies
         * _unpack_slowdown(gpu),
         quantization=layers * sum(map(sum, quantize_traffic(shape, plan).values())) / copies,
+        delta_nets=layers * sum(rule_seconds(shape, plan, gpu)),
         loss=7 * logits / copies,
     )  # seven passes of a fused kernel
 
@@ -149,10 +151,14 @@ def compute_parts(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, float]:
 def _product_rate(gpu: Gpu, plan: Plan) -> float:
     """FLOP/s of large products in the run's precision.
 
-    In fp32 they run without tensor cores, at about a sixteenth of bf16's rate.
+    In fp32 they run without tensor cores.
     """
-    rate = gpu.reached_tflops * 1e12 / (16 if plan.model.product_bytes == 4 else 1)
+    rate = gpu.reached_tflops * 1e12 * _precision_share(plan)
     return rate * constants.MATMUL_SHARE
+
+
+def _precision_share(plan: Plan) -> float:
+    return constants.FP32_RATE if plan.model.product_bytes == 4 else 1.0
 
 
 def _fp8_rate(gpu: Gpu) -> float:
@@ -172,7 +178,7 @@ def _attention_rate(gpu: Gpu, plan: Plan) -> float:
     share /= 1 + length / constants.ATTENTION_FADE
     if gpu.fp8_tflops and gpu.nvlink_gb_s or name == "eager":
         share /= constants.ATTENTION_TIME.get(name, 1.0)
-    return gpu.reached_tflops * 1e12 * share / (16 if plan.model.product_bytes == 4 else 1)
+    return gpu.reached_tflops * 1e12 * share * _precision_share(plan)
 
 
 def _unpack_slowdown(gpu: Gpu) -> float:
@@ -193,7 +199,8 @@ def _rerun_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> float:
     )
     counts = Counter(plan.memory.policies(shape))
     rerun = sum(count for policy, count in counts.items() if POLICIES[policy].recomputes)
-    return rerun * routings(shape, plan) * constants.ROUTING_SECONDS + sum(
+    forward, _ = rule_seconds(shape, plan, gpu)
+    return rerun * (routings(shape, plan) * constants.ROUTING_SECONDS + forward) + sum(
         count * moved / (copies * share[kind])
         for policy, count in counts.items()
         for kind, moved in rerun_traffic(shape, plan, policy).items()
@@ -233,8 +240,10 @@ def launch_seconds(shape: ModelShape, plan: Plan) -> float:
         name: (constants.RERUN_LAUNCH if policy.keeps_linears else whole) * policy.recomputes
         for name, policy in POLICIES.items()
     }
+    forward, backward = (constants.TORCH_LAUNCH * found for found in rule_launches(shape, plan))
     return sum(
         count * (once * (3 + again[policy]) + hooks)
+        + count * (forward * (1 + POLICIES[policy].recomputes) + backward)
         for policy, count in Counter(plan.memory.policies(shape)).items()
     )
 

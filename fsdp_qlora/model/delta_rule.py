@@ -28,31 +28,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config.run import has_flash_linear_attention
+from ..config.delta_kernels import has_flash_linear_attention, why_on_plain_torch
 from ..own_forward import compute_by
 from .opaque_ops import outside_of_op
 
 CHUNK = 64  # tokens
 _PART = 16  # tokens of a chunk whose decays by channel are taken pair by pair
-_OF_FILES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # in transformers
+_BY_CHANNEL = "chunk_kimi_delta_attention"
+_OF_FILES = ("torch_chunk_gated_delta_rule", _BY_CHANNEL)  # in transformers
 _OF_MIXERS = "chunk_gated_delta_rule"  # an attribute, in its older versions
 
 
 def apply_delta_rule(model: nn.Module):
-    """Let a model's delta nets compute by this file's op if they have no kernels, in place, also on meta."""
-    if has_flash_linear_attention():
-        return
+    """Let a model's delta nets compute by this file's op if they have no kernels, or wrong ones, in place.
+
+    Also on meta.
+    """
     for mixer in model.modules():
-        if getattr(mixer, "has_own_rule", False):
+        theirs = getattr(mixer, _OF_MIXERS, None)
+        name = _OF_MIXERS if theirs else _rule_of(type(mixer))
+        if name is None or has_own_rule(mixer) or not _on_plain_torch(name):
             continue
-        if theirs := getattr(mixer, _OF_MIXERS, None):
+        if theirs:
             mixer.chunk_gated_delta_rule = _own_rule(theirs)
-        elif name := _rule_of(type(mixer)):
+        else:
             _make_choosable(type(mixer).__module__, name)
             compute_by(mixer, _by_own_rule)
-        else:
-            continue
         mixer.has_own_rule = True
+
+
+def has_own_rule(mixer: nn.Module) -> bool:
+    """Whether a mixer computes by this file's op."""
+    return getattr(mixer, "has_own_rule", False)
+
+
+def _on_plain_torch(name: str) -> bool:
+    """Whether the rule of this name has no right kernels here."""
+    on_hopper = has_flash_linear_attention() and is_hopper()
+    return why_on_plain_torch(on_hopper, by_channel=name == _BY_CHANNEL) is not None
+
+
+def is_hopper() -> bool:
+    """Whether this process's GPU is an H100, H200 or the like."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @cache
@@ -240,9 +258,7 @@ def _by_chunks(
         inverse = _Inverse.apply(system)
         rates = (inverse * -beta.mT) @ (key * grown)
     values = (inverse * beta.mT) @ value
-    out = _Read.apply(
-        values, rates, key * (last - decay).exp(), query * grown, seen, last.exp().mT
-    )
+    out = _Read.apply(values, rates, key * (last - decay).exp(), query * grown, seen, last.exp().mT)
     return _in_rows(out, rows, tokens).to(dtype)
 
 
@@ -358,7 +374,13 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, values: Tensor, rates: Tensor, keys: Tensor, queries: Tensor, seen: Tensor, decay: Tensor
+        ctx,
+        values: Tensor,
+        rates: Tensor,
+        keys: Tensor,
+        queries: Tensor,
+        seen: Tensor,
+        decay: Tensor,
     ):
         steps = keys.mT @ rates
         steps.diagonal(0, -2, -1).add_(decay.squeeze(-1))

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
-from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
+from ..config.delta_kernels import has_flash_linear_attention, why_on_plain_torch
 from ..own_forward import compute_by
+from .delta_rule import has_own_rule, is_hopper
 
 _SHORTEST = 16  # tokens; rows that are shorter go with those of this length
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
-# Versions that give gated delta nets wrong gradients on Hopper, but for kernels of tilelang's
-# (https://github.com/fla-org/flash-linear-attention/issues/640).
-_WRONG_TRITON = Version("3.4"), Version("3.7.1")
 _BY_CHUNKS = ("Delta", "Lightning")  # parts of the names of mixers whose code loops over chunks,
 _BY_TOKENS = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer")  # over tokens
 
@@ -83,19 +79,14 @@ def row_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_kernels(model: nn.Module, device: torch.device):
-    """Refuse gated delta nets on kernels whose backward is wrong on this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    """Refuse gated delta nets whose kernels have a wrong backward on this device, if no op replaces them."""
+    if device.type != "cuda" or not has_flash_linear_attention() or not is_hopper():
         return
-    gated = [type(m).__name__ for m in row_mixers(model).values() if "Gated" in type(m).__name__]
-    if not gated or find_spec("fla") is None or find_spec("tilelang") is not None:
-        return
-    triton = Version(metadata.version("triton"))
-    if _WRONG_TRITON[0] <= triton < _WRONG_TRITON[1]:
-        raise ValueError(
-            f"{gated[0]}: with Triton {triton} flash-linear-attention's kernels give wrong gradients on "
-            f"{torch.cuda.get_device_name(device)}; pip install tilelang, or uninstall "
-            "flash-linear-attention: this project has an op for them in plain torch"
-        )
+    gated = [m for m in row_mixers(model).values() if "Gated" in type(m).__name__]
+    left = [type(m).__name__ for m in gated if not has_own_rule(m)]
+    if left and (wrong := why_on_plain_torch(on_hopper=True, by_channel=False)):
+        reason, remedy = wrong
+        raise ValueError(f"{left[0]}: {reason}; {remedy}, or uninstall flash-linear-attention")
 
 
 def leave_uncompiled(model: nn.Module):
@@ -107,7 +98,7 @@ def leave_uncompiled(model: nn.Module):
     for mixer in row_mixers(model).values():
         name = type(mixer).__name__
         by_steps = any(part in name for part in _BY_CHUNKS) or name in _BY_TOKENS
-        if by_steps and not getattr(mixer, "has_own_rule", False):
+        if by_steps and not has_own_rule(mixer):
             compute_by(mixer, _left_uncompiled)
 
 

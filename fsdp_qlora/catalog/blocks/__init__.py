@@ -26,9 +26,9 @@ from .mixtures import (
     qwen2_moe,
     shared_beside_routed,
 )
-from .parts import Block, LayerInputs, Sizes
+from .parts import Block, LayerInputs, Mixer, Sizes
 
-__all__ = ["Block", "LayerInputs", "Sizes", "layer_blocks", "layer_inputs", "left_out"]
+__all__ = ["Block", "LayerInputs", "Mixer", "Sizes", "layer_blocks", "layer_inputs", "left_out"]
 
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
