@@ -19,7 +19,10 @@ from transformers import (
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.experts import apply_router_balance
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
+from fsdp_qlora.model.delta_rule import apply_delta_rule
 from fsdp_qlora.model.padding_free import apply_padding_free, why_padded
+
+from .families import two_alike
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -72,7 +75,9 @@ AS_THEY_ARE = {  # and the reason
         dict(lru_width=64, block_types=["recurrent", "attention"], attention_window_size=16),
         "carries a state",
     ),
+    "lfm2": (dict(layer_types=["conv", "full_attention"]), "carries a state"),
 }
+HYBRIDS = ["Qwen3.5", "Qwen3-Next", "Kimi Linear", "OLMo Hybrid", "Granite 4 H", "MiniMax 01"]
 
 
 def made(family: str = "llama", auto_class=AutoModelForCausalLM, **more):
@@ -116,9 +121,9 @@ def trained_logits(model, rows: dict[str, Tensor], found: list[Tensor]):
 
 
 def tokens_computed(model, forward) -> list[int]:
-    """How many tokens a layer of the first block saw in each of its forwards."""
+    """How many tokens the first linear layer of a model, or of a part of one, saw in each of its forwards."""
     seen = []
-    layer = next(m for m in model.get_decoder().modules() if isinstance(m, torch.nn.Linear))
+    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
     handle = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0][..., 0].numel()))
     forward()
     handle.remove()
@@ -147,6 +152,39 @@ def test_logits_and_gradients_are_those_of_padded_rows_on_either_side(family, ca
             assert (q.grad is None) == (p.grad is None)
             if p.grad is not None:  # those of some biases are 0
                 torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def two_hybrids(family: str) -> tuple:
+    """A hybrid with padding, as transformers has it, and one without."""
+    changed, plain = two_alike(family)
+    apply_delta_rule(changed)
+    return plain, apply_padding_free(changed, CPU)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_of_hybrids_begin_anew_with_each_row_of_a_line(family, capsys):
+    plain, free = two_hybrids(family)
+    assert "rows of a batch are computed without their padding" in capsys.readouterr().out
+    for side in ("right", "left"):
+        rows, logits, seen = batch(side), [], []
+        real = rows["attention_mask"].bool()
+        for model in (plain, free):
+            model.zero_grad()
+            run = partial(trained_logits, model, rows, logits)
+            seen.append(tokens_computed(model.get_decoder().layers[-1].self_attn, run))
+        close(logits[1][real], logits[0][real], 3e-5)
+        assert seen == [[real.numel()], [TOKENS]]
+        largest = max(p.grad.norm() for p in plain.parameters() if p.grad is not None)
+        for (name, p), q in zip(plain.named_parameters(), free.parameters(), strict=True):
+            if p.grad is not None:
+                assert (q.grad - p.grad).norm() < 1e-4 * p.grad.norm() + 1e-6 * largest, name
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", "keep_linears"])
+def test_recomputed_mixers_see_their_own_rows_after_a_forward_of_others(policy):
+    plain, free = two_hybrids("Qwen3.5")
+    apply_activation_policy(free, policy)
+    gradients_between_forwards(plain, free, 1e-4)
 
 
 @pytest.mark.parametrize("family", AS_THEY_ARE)
@@ -295,6 +333,10 @@ def test_recomputed_blocks_see_their_own_rows_after_a_forward_of_others(policy):
     """KTO's reference is of other rows than the policy, between its forward and its backward."""
     plain, free = two()
     apply_activation_policy(free, policy)
+    gradients_between_forwards(plain, free, 1e-5)
+
+
+def gradients_between_forwards(plain, free, tolerance: float):
     rows, others = batch(), batch("left", lengths=[20, 64, 7, 30, 33])
     real = rows["attention_mask"].bool()
     for model in (plain, free):
@@ -303,7 +345,7 @@ def test_recomputed_blocks_see_their_own_rows_after_a_forward_of_others(policy):
             model(**others, use_cache=False)
         logits[real].square().sum().backward()
     for p, q in zip(plain.parameters(), free.parameters(), strict=True):
-        close(q.grad, p.grad)
+        close(q.grad, p.grad, tolerance)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -53,6 +53,7 @@ _WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
 # attend in an order of their own.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _TOKENWISE_LAYERS = {"mlp", "moe"}
+_MIXER_LAYERS = frozenset(["linear_attention", "conv", "mamba"])  # of row_mixers.py
 
 
 @contextmanager
@@ -210,10 +211,11 @@ def why_not_padding_free(config: PretrainedConfig) -> str:
         return f"its attention is {name}, not sdpa"
     if not getattr(config, "is_causal", True):
         return f"{kind} looks at tokens behind"
-    if layers := layers_of_another_kind(config):
+    if layers := layers_of_another_kind(config, but=_MIXER_LAYERS):
         return f"{kind} has layers of {layers}"
-    model = _class_of(type(config))
-    if not takes_backends(type(config)) or not model._supports_flash_attn:
+    # Code of hybrids does not say whether it looks for attention under a name: packing_probe.py tries it.
+    named = takes_backends(type(config)) or has_mixer_layers(config)
+    if not named or not _class_of(type(config))._supports_flash_attn:
         return f"attention can't be given to {kind}"
     caps = getattr(config, "attn_logit_softcapping", None)
     return f"{kind} caps its attention scores" if caps else ""
@@ -259,10 +261,15 @@ def _sees_windows(config: PretrainedConfig) -> bool:
     return has_windows(config) and not layers_of_another_kind(config)
 
 
-def layers_of_another_kind(config: PretrainedConfig) -> str:
+def layers_of_another_kind(config: PretrainedConfig, but: frozenset[str] = frozenset()) -> str:
     """Kinds of layers that mix tokens otherwise than by attention over a row or a window, with commas."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    return ", ".join(sorted(kinds - _ATTENTION_LAYERS - _TOKENWISE_LAYERS))
+    return ", ".join(sorted(kinds - _ATTENTION_LAYERS - _TOKENWISE_LAYERS - but))
+
+
+def has_mixer_layers(config: PretrainedConfig) -> bool:
+    """Whether some layers are mixers that can be told where rows begin, by their names in a config."""
+    return not _MIXER_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def _why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .attention import masks_of_rows
 from .blocks import base_model, output_head
-from .row_mixers import mix_rows_apart, row_mixers
+from .row_mixers import mix_lines_apart, mix_rows_apart, row_mixers
 
 ROWS = (5, 7)  # tokens of the two
 WINDOW = 4  # so that windows end within a row
@@ -95,7 +95,9 @@ def why_rows_meet(model: nn.Module) -> str:
     model: a language model, or a classifier on one, adapted or not; it stays as it is.
     """
     try:
-        if _rows_are_apart(small_instance(model, _BY_BORDERS)):
+        tiny = small_instance(model, _BY_BORDERS)
+        mix_lines_apart(tiny)
+        if _rows_are_apart(tiny):
             return ""
     except Exception as error:  # noqa: BLE001  sizes of a config that nobody has seen, or its code
         return f"a small model of its kind can't be tested ({type(error).__name__})"

@@ -6,7 +6,8 @@ of it rules flash attention out. So the decoder gets the real tokens alone: the 
 in one line that tells attention where each begins (attention_kernels.py). What it returns is put back to
 where the tokens were, with zeros at padding, and heads and losses see the shapes that they know.
 
-Right for code in which attention alone sees a second token; any other model stays as it is.
+Right for code in which attention alone sees a second token, or also mixers that carry a state along a row and
+are told where rows begin (row_mixers.py); any other model stays as it is.
 
 Shapes: B rows, T tokens of the padded batch, N real tokens, W tokens of the line, D hidden.
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from ..dist import print_main
 from ..own_forward import compute_by
 from .attention import (
+    has_mixer_layers,
     padding_free_attention,
     rows_alone,
     rows_in_a_line,
@@ -32,7 +34,7 @@ from .attention import (
 from .attention_kernels import PADDING_FREE
 from .blocks import base_model
 from .packing_probe import why_rows_meet
-from .row_mixers import row_mixers
+from .row_mixers import mix_lines_apart, row_mixers
 
 _MULTIPLE = 64  # tokens; lines of few lengths suit kernels and the allocator
 _OF_EACH_ROW = ("adapter_names", "alora_offsets")  # what PEFT tells layers of the rows of a batch
@@ -57,6 +59,7 @@ def apply_padding_free(model: nn.Module, device: torch.device) -> nn.Module:
         decoder.argument_names = names
         decoder.tuner_layer = [next((m for m in model.modules() if _is_tuner(m)), None)]
         compute_by(decoder, _without_padding)
+        mix_lines_apart(base_model(model))
     print_main(f"padding_free: rows of a batch are computed without their padding ({kernels})")
     return model
 
@@ -69,11 +72,14 @@ def why_padded(model: nn.Module) -> str:
         return "it is no model of transformers"
     if config.get_text_config() is not config:
         return f"{config.model_type} has a language model inside"
-    if mixers := row_mixers(base):
-        return f"{type(next(iter(mixers.values()))).__name__} carries a state along a row"
     if any(hasattr(m, "balanced_by") for m in base.modules()):
         return "the balance of its routers counts padded rows"
-    return why_not_padding_free(config) or why_rows_meet(base)
+    if reason := why_not_padding_free(config):
+        return reason
+    reason, mixers = why_rows_meet(base), row_mixers(base)
+    if mixers and (reason or not has_mixer_layers(config)):
+        return f"{type(next(iter(mixers.values()))).__name__} carries a state along a row"
+    return reason
 
 
 def _is_tuner(module: nn.Module) -> bool:

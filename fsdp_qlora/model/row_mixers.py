@@ -49,12 +49,16 @@ class Borders:
             return
         flat = positions.flatten()
         starts = (flat == 0).nonzero().flatten().tolist()  # one wait for the GPU in a forward
+        self.set([*starts, len(flat)], flat.device)
+
+    def set(self, ends: list[int], device: torch.device):
+        """ends: where rows begin among all tokens, and the end of the last."""
         by_size: dict[int, list[tuple[int, int]]] = {}
-        for start, end in pairwise([*starts, len(flat)]):
-            by_size.setdefault(max(end - start - 1, _SHORTEST - 1).bit_length(), []).append(
-                (start, end)
-            )
-        self.groups = tuple(_rows(rows, flat.device) for rows in by_size.values())
+        for start, end in pairwise(ends):
+            if end > start:
+                size = max(end - start - 1, _SHORTEST - 1).bit_length()
+                by_size.setdefault(size, []).append((start, end))
+        self.groups = tuple(_rows(rows, device) for rows in by_size.values())
         places = torch.cat([g.index[g.inside[..., 0]] for g in self.groups])
         padded = torch.cat([g.inside.flatten() for g in self.groups]).nonzero().flatten()
         self.back = torch.empty_like(places).index_put_((places,), padded)
@@ -120,10 +124,47 @@ def _begin(borders: Borders, decoder: nn.Module, args: tuple, kwargs: dict):
     borders.begin(kwargs.get("position_ids"))
 
 
+def mix_lines_apart(model: nn.Module):
+    """The same of lines that come with `cu_seq_lens_q`, as those of padding_free.py; in place.
+
+    Forwards may be in any order, and recomputed blocks see the borders that they were given. What comes
+    without is mixed as transformers does it.
+    """
+    for mixer in row_mixers(model).values():
+        compute_by(mixer, _mix_line)
+
+
+def _mix_line(mixer: nn.Module, own, *args, **kwargs):
+    ends = kwargs.get("cu_seq_lens_q")
+    if ends is None:
+        return own(mixer, *args, **kwargs)
+    return _mix_rows_of_line(ends, mixer, own, *args, **kwargs)
+
+
+@torch.compiler.disable
+def _mix_rows_of_line(ends: Tensor, mixer: nn.Module, own, *args, **kwargs):
+    return _mix_rows(_borders_of(ends), mixer, own, *args, **kwargs)
+
+
+def _borders_of(ends: Tensor) -> Borders:
+    """The borders of a line, made for the first mixer that asks and kept with the tensor."""
+    found = getattr(ends, "borders", None)
+    if found is None:
+        found = Borders()
+        found.set(ends.tolist(), ends.device)
+        ends.borders = found  # type: ignore[attr-defined]
+    return found
+
+
 @torch.compiler.disable
 def _mix(mixer: nn.Module, own, hidden_states: Tensor, *args, **kwargs):
+    return _mix_rows(mixer.row_borders, mixer, own, hidden_states, *args, **kwargs)
+
+
+def _mix_rows(
+    borders: Borders, mixer: nn.Module, own, hidden_states: Tensor, *args, **kwargs
+) -> Tensor | tuple:
     """A mixer's forward of hidden states (B, T, D), row by row: what it gives of (B, T, D)."""
-    borders: Borders = mixer.row_borders
     if not borders.groups:
         return own(mixer, hidden_states, *args, **kwargs)
     kwargs |= {name: None for name in _OF_THE_LINE if name in kwargs}
