@@ -86,11 +86,11 @@ def check_kernels(model: nn.Module, device: torch.device):
     """Refuse gated delta nets whose kernels have a wrong backward on this device, if no op replaces them."""
     if device.type != "cuda" or not has_flash_linear_attention() or not is_hopper():
         return
-    gated = [m for m in row_mixers(model).values() if "Gated" in type(m).__name__]
-    left = [type(m).__name__ for m in gated if not has_own_rule(m)]
-    if left and (wrong := why_on_plain_torch(on_hopper=True, by_channel=False)):
+    mixers = [m for m in row_mixers(model).values() if not has_own_rule(m)]
+    gated = [name for m in mixers if "Gated" in (name := type(m).__name__)]
+    if gated and (wrong := why_on_plain_torch(on_hopper=True, by_channel=False)):
         reason, remedy = wrong
-        raise ValueError(f"{left[0]}: {reason}; {remedy}, or uninstall flash-linear-attention")
+        raise ValueError(f"{gated[0]}: {reason}; {remedy}, or uninstall flash-linear-attention")
 
 
 def leave_uncompiled(model: nn.Module):
