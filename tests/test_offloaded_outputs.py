@@ -101,6 +101,17 @@ def test_outputs_move_no_weight_does_and_gradients_are_bit_equal(
     assert not moved.places & weights
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_keeps_and_moves_in_torches_that_make_it_when_they_no_longer_call_it_compiling(
+    folder, moved, monkeypatch
+):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)  # as 2.11 says then
+    reference = loss_and_gradients(tiny_model(folder, "qlora", "keep_attention"))
+    model = offloading(tiny_model(folder, "qlora", "keep_attention"), "aot_eager")
+    assert bit_equal(loss_and_gradients(model), reference)
+    assert len(moved.outputs) == LAYERS - 1
+
+
 @pytest.mark.parametrize(
     "policy, inputs, outputs",
     [

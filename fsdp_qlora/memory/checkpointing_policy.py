@@ -23,6 +23,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import (
@@ -124,9 +125,7 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
         ops = ops | _SEED_OPS
     if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
-    # A graph asks for its contexts when it is made, not while it is traced: the choice is made here.
-    packed = not torch.compiler.is_compiling() and _kept_output_hooks
-    contexts = partial(_packing_contexts if packed else _torch_contexts, ops)
+    contexts = partial(_contexts, ops)
     return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -163,14 +162,19 @@ def kept_output_hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
         _kept_output_hooks.pop()
 
 
-def _torch_contexts(ops: set):
-    """Contexts of a block's forward and of its recomputation, as graphs need them."""
+def _contexts(ops: set):
+    """torch's contexts, which graphs need; those of an eager block under hooks are ours.
+
+    A graph asks for its contexts when it is made, after the block was traced: to some torches (2.11) that
+    is not compiling any more.
+    """
+    if _kept_output_hooks and TracingContext.try_get() is None:
+        return _packing_contexts(ops, *_kept_output_hooks[-1])
     return create_selective_checkpoint_contexts(partial(save_or_recompute, ops))
 
 
-def _packing_contexts(ops: set):
-    """The same of an eager block under hooks: its recomputation takes the outputs of `ops` packed."""
-    pack, unpack = _kept_output_hooks[-1]
+def _packing_contexts(ops: set, pack: Callable, unpack: Callable):
+    """Contexts of a block's forward and of its recomputation, which takes the outputs of `ops` from it."""
     kept: deque = deque()
     return _Keeping(ops, pack, kept), _Reusing(ops, unpack, kept)
 
