@@ -316,6 +316,17 @@ KIMI_LAYERS = dict(
     num_attention_heads=4,
     num_key_value_heads=4,
 )
+OLMO_LAYERS = dict(
+    layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=64,
+)
 NEMOTRON_LAYERS = dict(num_hidden_layers=5, mamba_num_heads=8, ssm_state_size=16)
 GEMMA4_LAYERS = dict(
     num_hidden_layers=6,
@@ -337,6 +348,7 @@ GEMMA4_LAYERS = dict(
         | NEMOTRON_LAYERS,
         dict(model_type="nemotron_h", moe_latent_size=512, hybrid_override_pattern="MEEM*")
         | NEMOTRON_LAYERS,
+        dict(model_type="olmo_hybrid", num_hidden_layers=4) | OLMO_LAYERS,
         dict(
             model_type="gemma3n_text",
             num_hidden_layers=3,

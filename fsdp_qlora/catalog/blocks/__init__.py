@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .gemma import gemma3n, gemma4
-from .hybrids import falcon_h1, granite_hybrid, kimi_linear, lfm2, nemotron_h, qwen_hybrid
+from .hybrids import (
+    falcon_h1,
+    granite_hybrid,
+    kimi_linear,
+    lfm2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen_hybrid,
+)
 from .mixtures import (
     deepseek,
     ernie_moe,
@@ -60,6 +68,7 @@ _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
     "mimo_v2_flash": mimo_v2,
     "kimi_linear": kimi_linear,
     "nemotron_h": nemotron_h,
+    "olmo_hybrid": olmo_hybrid,
     "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
 }

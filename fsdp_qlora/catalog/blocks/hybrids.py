@@ -40,6 +40,33 @@ def qwen_hybrid(c: dict, layer: int) -> Block:
     return Block(mixer, qwen_mlp(c, layer), norms(c))
 
 
+def olmo_hybrid(c: dict, layer: int) -> Block:
+    """OLMo Hybrid: gated delta nets behind norms, then attention before them."""
+    if c["layer_types"][layer] == "full_attention":
+        mixer = attention(c, qk_norm=("q_norm", "k_norm"), norm_of_width=True)
+        after = norms(c, "post_attention_layernorm", "post_feedforward_layernorm")
+        return Block(mixer, dense(c), after)
+    d, heads = c["hidden_size"], c["linear_num_value_heads"]
+    keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    values = heads * c["linear_value_head_dim"]
+    conv = c.get("linear_conv_kernel_dim", 4) * (2 * keys + values)
+    mixer = Mixer(
+        linears=(
+            *(("q_proj", (keys, d)), ("k_proj", (keys, d)), ("v_proj", (values, d))),
+            *(("a_proj", (heads, d)), ("b_proj", (heads, d))),
+            *(("g_proj", (values, d)), ("o_proj", (d, values))),
+        ),
+        beside=(
+            *(("conv1d", conv), ("dt_bias", heads), ("A_log", heads)),
+            ("o_norm", c["linear_value_head_dim"]),
+        ),
+        state=values * c["linear_key_head_dim"],
+        state_heads=heads,
+        is_delta_net=True,
+    )
+    return Block(mixer, dense(c), norms(c))
+
+
 def _mamba(c: dict, width: int, norm: bool, prefix: str = "") -> Mixer:
     """Mamba 2 (arXiv:2405.21060)."""
     d, heads = c["hidden_size"], c["mamba_n_heads"]
