@@ -1,8 +1,8 @@
 """What chat templates do with thoughts, tools and texts, found by rendering them.
 
 `chat_templates.json` has the facts, with the families whose models ship each template and where its text
-was read: in TRL's package, or in the sdist of llama-cpp-python. scripts/template_facts.py finds them again,
-and scripts/families_page.py writes both tables of docs/families.md from them.
+was read (template_sources.py). scripts/template_facts.py finds them again, and scripts/families_page.py
+writes both tables of docs/families.md from them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .template_sources import source_of
+
 FACTS = Path(__file__).with_name("chat_templates.json")
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields that templates read
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought")  # fields that templates read
 _TOOL = dict(
     type="function",
     function=dict(
@@ -30,10 +31,13 @@ _TOOL = dict(
     ),
 )
 _NO_FACT = "not known"
+_NO_TEMPLATE = dict(thoughts="", inline="", tools="", arguments="", besides="no chat template")
 
 
-def facts_of(template: str) -> dict[str, str]:
+def facts_of(template: str | None) -> dict[str, str]:
     """What a template does: `thoughts`, `inline`, `tools`, `arguments` and `besides`."""
+    if template is None:
+        return _NO_TEMPLATE
     facts = dict(thoughts=_thoughts(template), inline=_inline(template), **_tools(template))
     return facts | dict(besides="; ".join(_besides(template)))
 
@@ -134,23 +138,6 @@ def _words(text: str) -> list[str]:
     return [word for word in words if word.lower() not in ("user", "system", "assistant")]
 
 
-def text_of(row: dict, llama_cpp: Path | None = None) -> str:
-    """A row's template, from TRL's package or a folder of llama.cpp's templates."""
-    folder = Path(trl.__file__).parent / "chat_templates" if row["from"] == "trl" else llama_cpp
-    return (folder / f"{row['template']}.jinja").read_text()
-
-
-def source_of(row: dict) -> str:
-    """Where to read a row's template."""
-    return f"{_SOURCES[row['from']]}/{row['template']}.jinja"
-
-
-_SOURCES = {
-    "trl": "https://github.com/huggingface/trl/blob/v1.16.0/trl/chat_templates",
-    "llama.cpp": "https://github.com/ggml-org/llama.cpp/blob/master/models/templates",
-}
-
-
 @cache
 def stored_facts() -> list[dict]:
     """Each template's row of chat_templates.json."""
@@ -158,10 +145,12 @@ def stored_facts() -> list[dict]:
 
 
 def of_family(family: str) -> str:
-    """A family's cell of the table of types: what becomes of thoughts and tools."""
+    """A family's cell of the table of types: what becomes of thoughts and tools, or "none"."""
     row = next((row for row in stored_facts() if family in row["families"]), None)
     if row is None:
         return _NO_FACT
+    if row.items() >= _NO_TEMPLATE.items():
+        return "none"
     arguments = f" (arguments: {row['arguments']})" if row["arguments"] else ""
     return f"thoughts: {row['thoughts']}; tools: {row['tools']}{arguments}"
 
