@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
@@ -30,7 +29,7 @@ from ..checkpoint.tensors import (
     rank_file,
     write_rows,
 )
-from ..choices import POLICIES, FormatName, StrategyName
+from ..choices import POLICIES, FormatName, StrategyName, strategy_named
 from ..config import block_policies
 from ..dist import ranks_from_env
 from ..export import save_trained
@@ -42,19 +41,22 @@ from ..memory.checkpointing_policy import apply_activation_policy
 from ..memory.tiled_mlp import apply_tiled_mlp
 from ..model.attention_kernels import apply_attention_tiles
 from ..model.blocks import decoder_blocks
-from ..optim import build_optimizer
-from ..sharding import (
-    OnHost,
-    is_sharded,
-)
+from ..optim import CompactAdamW
+from ..sharding import OnHost, free_gathered, is_sharded
 from ..training.step import clip_gradients
+from .arguments import (
+    EIGHT_BIT,
+    check_accelerator,
+    check_arguments,
+    check_given,
+    check_trained,
+)
 from .peft import register_with_peft
 from .reference_pass import compute_as_trained
 from .streamed import shard_and_load, streamed_model
 
 _SCHEDULER_FILE = "scheduler.json"
-# Of transformers' names: bitsandbytes' states are no DTensors, ours are.
-_EIGHT_BIT = {"adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"}
+_STATES = "optimizer"  # a folder of a checkpoint: beside a whole model its files would be read as weights
 
 
 class ShardedTrainerMixin:
@@ -95,10 +97,13 @@ class ShardedTrainerMixin:
         **kwargs: Any,
     ):
         register_with_peft()
+        check_given(kwargs)
+        self._shards = strategy_named(sharding_strategy).shards
         if isinstance(model, (str, Path)):
             model = streamed_model(str(model), quant, auto_class=self._auto_class, **self._labels)
         super().__init__(model, *args, **kwargs)
-        _check_arguments(self.args)
+        if self.train_dataset is not None:
+            check_trained(self.model)
         if compute_dtype not in ("bf16", "fp8"):
             raise ValueError(f"compute_dtype={compute_dtype!r}: use bf16 or fp8")
         on_host = OnHost(use_cpu_offload, False, use_cpu_offload)
@@ -141,6 +146,12 @@ class ShardedTrainerMixin:
 
     # ---- what the trainer does itself, but not to a sharded model --------------------------------
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Where a trainer knows its arguments, before it does anything with the model."""
+        check_arguments(self.args, self.model, self._shards)
+        super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator)
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device):
         """Weights on meta have none yet, and sharded ones are where they belong."""
         on_meta = any(p.is_meta for p in model.parameters())
@@ -163,17 +174,30 @@ class ShardedTrainerMixin:
         return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and self.args.optim in _EIGHT_BIT:
-            self.optimizer = build_optimizer(
-                self.model, "adamw_8bit", self.args.learning_rate, self.args.weight_decay
+        free_gathered(self.model)  # a forward without a backward leaves copies in the place of shards
+        given = self.args
+        if self.optimizer is None and given.optim in EIGHT_BIT:
+            self.optimizer_cls_and_kwargs = self.optimizer_cls_and_kwargs or (
+                CompactAdamW,
+                dict(
+                    state_dtype="8bit",
+                    lr=given.learning_rate,
+                    betas=(given.adam_beta1, given.adam_beta2),
+                    eps=given.adam_epsilon,
+                ),
             )
         return super().create_optimizer(model)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return clip_gradients(self._trained(), self.args.max_grad_norm)
+        return self._gradient_norm(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm=None) -> float:
-        return (clip_gradients(self._trained(), None) if grad_norm is None else grad_norm).item()
+        return (self._gradient_norm(None) if grad_norm is None else grad_norm).item()
+
+    def _gradient_norm(self, max_norm: float | None) -> torch.Tensor:
+        """The norm of gradients as they are without fp16's loss scale, clipped to `max_norm` if given."""
+        self.accelerator.unscale_gradients()
+        return clip_gradients(self._trained(), max_norm)
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -191,9 +215,9 @@ class ShardedTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str):
         folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it
+        (folder / _STATES).mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it
         states = optimizer_rows(self.model, self._own_optimizer())
-        write_rows(rank_file(folder, ranks_from_env().rank), states)
+        write_rows(rank_file(folder / _STATES, ranks_from_env().rank), states)
         if self.args.should_save:
             (folder / _SCHEDULER_FILE).write_text(json.dumps(self.lr_scheduler.state_dict()))
 
@@ -201,7 +225,13 @@ class ShardedTrainerMixin:
         if checkpoint is None:
             return
         folder, optimizer = Path(checkpoint), self._own_optimizer()
-        files = RowFiles(sorted(folder.glob("rank-*.safetensors")))
+        if not (folder / _SCHEDULER_FILE).is_file():
+            raise ValueError(
+                f"resume_from_checkpoint={checkpoint!r}: it has no {_SCHEDULER_FILE}, for it was saved with "
+                "save_only_model=True or by another trainer; give a checkpoint that this trainer saved "
+                "whole, or train from the weights in it without resume_from_checkpoint"
+            )
+        files = RowFiles(sorted(folder.rglob("rank-*.safetensors")))
         load_optimizer_into(self.model, optimizer, files)
         self.lr_scheduler.load_state_dict(json.loads((folder / _SCHEDULER_FILE).read_text()))
         for group, rate in zip(
@@ -249,23 +279,4 @@ def _check_recomputes(policies: list[str]):
         raise ValueError(
             "use_activation_cpu_offload=True offloads the inputs of recomputed blocks, and no block is "
             "recomputed; give activation_policy='recompute_all'"
-        )
-
-
-def _check_arguments(args):
-    """Refuse what would wrap or compile the model beside this engine."""
-    for name in ("fsdp", "deepspeed"):
-        if getattr(args, name, None):
-            raise ValueError(
-                f"{name}={getattr(args, name)!r}: this trainer shards the model by itself; leave "
-                f"{name} out and give sharding_strategy"
-            )
-    if args.torch_compile:
-        raise ValueError(
-            "torch_compile=True: give compile=True to the trainer, which compiles blocks"
-        )
-    if not dist.is_initialized():
-        raise ValueError(
-            "the trainer needs a process group, on one GPU too; start the script with torchrun "
-            "--nproc_per_node and the number of GPUs"
         )

@@ -99,10 +99,11 @@ class _Line:
     def width(self) -> int:
         return self.positions.shape[1]
 
-    def of(self, ids: Tensor) -> Tensor:
-        """The line (1, W) of ids (B, T), filled up with id 0."""
-        found = ids.flatten()[self.index]
-        return nn.functional.pad(found, (0, self.width - len(found)))[None]
+    def of(self, value: Tensor) -> Tensor:
+        """The line (1, W, ...) of ids or what else each token has, (B, T, ...), filled up with zeros."""
+        found = value.flatten(0, 1)[self.index]
+        filler = found.new_zeros(self.width - len(found), *found.shape[1:])
+        return torch.cat([found, filler])[None]
 
     def back(self, value: Any, shape: torch.Size) -> Any:
         """(B, T, ...) of (1, W, ...), and (B * T, ...) of (W, ...), with zeros at padding."""
@@ -159,10 +160,18 @@ def _without_padding(decoder: nn.Module, own, *args, **kwargs):
             return own(decoder, **given)
     rows = dict(cu_seq_lens_q=line.borders, cu_seq_lens_k=line.borders)
     most = dict(max_length_q=line.longest, max_length_k=line.longest)
-    out = decoder(**given | dict(input_ids=line.of(ids), position_ids=line.positions) | rows | most)
+    tokens = dict(input_ids=line.of(ids))
+    if _adds_noise(decoder):
+        tokens = dict(input_ids=None, inputs_embeds=line.of(decoder.get_input_embeddings()(ids)))
+    out = decoder(**given | tokens | dict(position_ids=line.positions) | rows | most)
     for name, value in list(out.items()):
         out[name] = line.back(value, ids.shape)
     return out
+
+
+def _adds_noise(decoder: nn.Module) -> bool:
+    """Whether NEFTune is on, whose noise is the weaker the longer the row is that it sees."""
+    return decoder.training and hasattr(decoder.get_input_embeddings(), "neftune_noise_alpha")
 
 
 def _can_be_a_line(decoder: nn.Module, given: dict) -> bool:
@@ -181,6 +190,8 @@ def _can_be_a_line(decoder: nn.Module, given: dict) -> bool:
     if asked("use_cache") and (given.get("use_cache") or not decoder.training):
         return False
     if asked("output_attentions") or asked("output_hidden_states"):
+        return False
+    if _adds_noise(decoder) and "per_layer_inputs" in decoder.argument_names:  # made of ids
         return False
     others = (value for value in given.values() if value is not ids and value is not mask)
     if any(isinstance(value, Tensor) and value.dim() for value in others):

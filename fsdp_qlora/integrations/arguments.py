@@ -1,0 +1,150 @@
+"""Arguments of other trainers that a sharded model cannot follow: one line for each, before weights are read.
+
+A trainer would take most of them without a word, or fail amid its first step on one rank's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from ..quantization.quantize import QuantLinear
+
+# Of transformers' names: those whose states are sharded as their weights are.
+EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # ours, by bitsandbytes' names
+_SHARDED = ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd", "adagrad", "rmsprop")
+_OF_CHECKPOINTING = {"use_reentrant"}  # the values are the same either way
+
+
+class _Refused(NamedTuple):
+    """An argument, the values that are refused, and why with what to do instead."""
+
+    name: str
+    why: str
+    values: Callable[[Any], Any] = bool
+
+
+_OF_ARGUMENTS = (
+    _Refused("fsdp", "this trainer shards the model by itself; leave it out and give sharding_strategy"),
+    _Refused(
+        "deepspeed", "this trainer shards the model by itself; leave it out and give sharding_strategy"
+    ),
+    _Refused("parallelism_config", "ranks share the model as sharding_strategy says; leave it out"),
+    _Refused("torch_compile", "give compile=True to the trainer, which compiles blocks"),
+    _Refused(
+        "use_liger_kernel",
+        "its kernels take the place of layers that are sharded or adapted here; leave it out, and give "
+        "compile=True to the trainer for fused kernels",
+    ),
+    _Refused(
+        "activation_offloading",
+        "leave it out and give use_activation_cpu_offload=True to the trainer",
+    ),
+    _Refused(
+        "gradient_checkpointing_kwargs",
+        "blocks are recomputed by this project's policies; leave it out and give activation_policy and "
+        "use_activation_cpu_offload to the trainer",
+        lambda given: set(given or ()) - _OF_CHECKPOINTING,
+    ),
+    _Refused(
+        "use_vllm",
+        "vLLM can't be given weights that are sharded or in packed formats; leave it out, and the model "
+        "generates by itself",
+    ),
+    _Refused(
+        "use_transformers_continuous_batching",
+        "it needs attention of its own and casts all weights; leave it out, and the model generates by "
+        "itself",
+    ),
+    _Refused(
+        "bf16_full_eval", "it would cast packed weights and adapters for good; leave it out, and give bf16=True"
+    ),
+    _Refused(
+        "fp16_full_eval", "it would cast packed weights and adapters for good; leave it out, and give bf16=True"
+    ),
+)
+_OF_STREAMED = (  # of a model whose weights are read by shards, later, and not by from_pretrained
+    _Refused(
+        "model_init_kwargs",
+        "nothing of it would come to a model whose weights are streamed; leave it out, or give the trainer "
+        "streamed_model(NAME, quant, dtype)",
+    ),
+    _Refused(
+        "precompute_ref_log_probs",
+        "they would be computed before the weights are read; leave it out: the reference is the model with "
+        "its adapters off",
+    ),
+)
+_OF_SHARDS = (
+    _Refused(
+        "sync_ref_model",
+        'weights that are sharded can\'t be mixed into the reference\'s; leave it out, or give sharding_strategy="ddp"',
+    ),
+    _Refused(
+        "optim",
+        f'its states can\'t be sharded; use {", ".join(_SHARDED)}, or sharding_strategy="ddp"',
+        lambda name: str(getattr(name, "value", name)) not in _SHARDED,
+    ),
+)
+
+
+def check_given(given: dict[str, Any]):
+    """Refuse a trainer's own parameters that would make another model than the one that is sharded."""
+    if given.get("model_init") is not None:
+        raise ValueError(
+            "model_init: the model that it makes at the start of train() would not be sharded; give the "
+            "trainer a model, and make one trainer for each try"
+        )
+    if given.get("quantization_config") is not None:
+        raise ValueError(
+            "quantization_config: weights are quantized as they are streamed; leave it out and give quant, "
+            'such as quant="nf4"'
+        )
+
+
+def check_arguments(args, model: nn.Module, shards: bool):
+    """Refuse what would wrap, cast or replace the model beside this engine, or would be ignored.
+
+    shards: the model's weights will be split over ranks, if there are several. Raises ValueError on
+    every rank.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "the trainer needs a process group, on one GPU too; start the script with torchrun "
+            "--nproc_per_node and the number of GPUs"
+        )
+    streamed = any(p.is_meta for p in model.parameters())
+    shards = shards and dist.get_world_size() > 1
+    for name, why, refuses in (*_OF_ARGUMENTS, *_OF_STREAMED * streamed, *_OF_SHARDS * shards):
+        if refuses(value := getattr(args, name, None)):
+            raise ValueError(f"{name}={getattr(value, 'value', value)!r}: {why}")
+
+
+def check_trained(model: nn.Module):
+    """Refuse to train embeddings and norms alone, for whoever forgot the adapter of a quantized model."""
+    packed = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    if packed and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"quant={packed[0].quant_type!r}: quantized layers are trained through an adapter, and there "
+            'is none; give peft_config=LoraConfig(target_modules="all-linear"), or quant="none" to train '
+            "all weights"
+        )
+
+
+def check_accelerator(accelerator):
+    """Refuse what accelerate was asked for beside the arguments, by `accelerate launch` or its variables."""
+    kind = accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise ValueError(
+            f"accelerate is configured for {kind}, and this trainer shards the model by itself; start the "
+            "script with torchrun, or take it out of accelerate's configuration"
+        )
+    backend = accelerator.state.dynamo_plugin.backend.value
+    if backend.lower() != "no":
+        raise ValueError(
+            f"accelerate is configured to compile with {backend}; take it out of its configuration and give "
+            "compile=True to the trainer, which compiles blocks"
+        )
