@@ -123,6 +123,15 @@ def check_arguments(args, model: nn.Module, shards: bool):
             raise ValueError(f"{name}={getattr(value, 'value', value)!r}: {why}")
 
 
+def check_copied(model: nn.Module):
+    """Refuse an adapter over a model without weights, where the trainer copies it as the reference."""
+    if hasattr(model, "peft_config") and any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "model: the trainer copies its adapter as the reference before weights are read; give the model's "
+            "name and peft_config for a new adapter, or load the model by from_pretrained to train one further"
+        )
+
+
 def check_trained(model: nn.Module):
     """Refuse to train embeddings and norms alone, for whoever forgot the adapter of a quantized model."""
     packed = [m for m in model.modules() if isinstance(m, QuantLinear)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from functools import cache, wraps
 
+import torch
+from peft import peft_model
 from peft.tuners import tuners_utils
 from peft.tuners.lora import LoraConfig, LoraModel
 from torch import nn
@@ -26,6 +28,7 @@ def register_with_peft() -> None:
     """
     _wrap_new_module()
     _wrap_all_linear()
+    _wrap_loading()
 
 
 def _wrap_new_module():
@@ -52,3 +55,26 @@ def _wrap_all_linear():
         return included(peft_config, model)
 
     tuners_utils._maybe_include_all_linear_layers = include
+
+
+def _wrap_loading():
+    """Let an adapter that is loaded over a model without weights have its values; PEFT drops them there."""
+    load = peft_model.set_peft_model_state_dict
+
+    @wraps(load)
+    def load_values(model: nn.Module, state: dict, adapter_name: str = "default", **kwargs):
+        empty = {n: p for n, p in model.named_parameters() if p.is_meta and f".{adapter_name}." in n}
+        for name, p in empty.items():
+            _put(model, name, nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad))
+        result = load(model, state, adapter_name, **kwargs)
+        for name in empty.keys() & set(result.missing_keys):
+            _put(model, name, empty[name])
+        return result
+
+    peft_model.set_peft_model_state_dict = load_values
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter):
+    """Put another parameter in the place of one."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, parameter)

@@ -144,12 +144,17 @@ def shard_and_load(
 def _fill(
     model: nn.Module, files: Checkpoint, device: torch.device, on_host: OnHost, seed: int
 ) -> nn.Module:
-    """Give every parameter its memory and this rank's rows."""
+    """Give every parameter its memory and this rank's rows; adapters that have values keep them."""
+    parameters = dict(model.named_parameters())
+    given = {n: local_rows(p.detach())[0].clone() for n, p in parameters.items() if not p.is_meta}
     materialize(model, device, parameter_device(model, device, on_host))
     load_weights(model, files, device, but=_head_tensors(model))
     _initialise_heads(model, seed)
     if hasattr(model, "peft_config"):
-        init_adapters(model, seed, device)
+        init_adapters(model, seed, device, parameters.keys() - given.keys())
+    with torch.no_grad():
+        for name, rows in given.items():
+            local_rows(model.get_parameter(name))[0].copy_(rows)
     return model
 
 

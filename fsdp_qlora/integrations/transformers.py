@@ -48,6 +48,7 @@ from .arguments import (
     EIGHT_BIT,
     check_accelerator,
     check_arguments,
+    check_copied,
     check_given,
     check_trained,
 )
@@ -77,6 +78,7 @@ class ShardedTrainerMixin:
 
     _auto_class: type = AutoModelForCausalLM  # of a model given by name
     _labels: dict = {}  # noqa: RUF012  what its configuration says besides
+    _copies_adapter = False  # the trainer has a reference policy: a copy of the adapter a model comes with
 
     def __init__(
         self,
@@ -101,6 +103,8 @@ class ShardedTrainerMixin:
         self._shards = strategy_named(sharding_strategy).shards
         if isinstance(model, (str, Path)):
             model = streamed_model(str(model), quant, auto_class=self._auto_class, **self._labels)
+        elif self._copies_adapter and kwargs.get("ref_model") is None:
+            check_copied(model)
         super().__init__(model, *args, **kwargs)
         if self.train_dataset is not None:
             check_trained(self.model)

@@ -19,13 +19,19 @@ class SFTTrainer(ShardedTrainerMixin, trl.SFTTrainer):
 class DPOTrainer(ShardedTrainerMixin, trl.DPOTrainer):
     """`trl.DPOTrainer`; see `ShardedTrainerMixin` for what it takes besides."""
 
+    _copies_adapter = True
+
 
 class KTOTrainer(ShardedTrainerMixin, trl.KTOTrainer):
     """`trl.KTOTrainer`; see `ShardedTrainerMixin` for what it takes besides."""
 
+    _copies_adapter = True
+
 
 class GRPOTrainer(ShardedTrainerMixin, trl.GRPOTrainer):
     """`trl.GRPOTrainer`; see `ShardedTrainerMixin` for what it takes besides."""
+
+    _copies_adapter = True
 
 
 class RewardTrainer(ShardedTrainerMixin, trl.RewardTrainer):

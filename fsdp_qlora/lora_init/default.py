@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,25 @@ from ..dist import from_main, full_tensor, local_rows
 from ..quantization.formats import FrozenWeight
 
 
-def init_adapters(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
+def init_adapters(
+    model: nn.Module,
+    seed: int,
+    device: torch.device | None = None,
+    names: Collection[str] | None = None,
+) -> None:
     """Give every adapter its values after loading: A uniform as PEFT, B zero, m the norms of W.
 
     The values come from a seed per parameter name, so every sharding and world size starts equal; the
     seed is rank 0's, so every rank must call it. `device` is where norms are computed, if not where W
-    is: offloaded rows are on the host.
+    is: offloaded rows are on the host. names: which parameters' A and B, also frozen ones; None is the
+    trained.
     """
     if dist.is_initialized():
         seed = from_main(lambda: seed)
-    for name, parameter in trainable_parameters(model).items():
+    parameters = trainable_parameters(model)
+    if names is not None:
+        parameters = {n: p for n, p in model.named_parameters() if n in names}
+    for name, parameter in parameters.items():
         local, start, stop = local_rows(parameter)
         with torch.no_grad():
             if ".lora_B." in name:
