@@ -366,6 +366,28 @@ def test_compiled_blocks_take_lines_of_any_length_by_one_graph():
     assert graphs[0] > 0 and graphs[1:] == [graphs[0]] * 8
 
 
+def test_neftunes_noise_is_that_of_padded_rows():
+    """Its size goes by the row's length, which a line of several rows would make longer."""
+    from transformers.integrations.neftune import activate_neftune
+
+    rows = batch()
+    for family in ("llama", "gemma3_text"):
+        losses, gradients, plain_and_free = [], [], two(family)
+        for model in plain_and_free:
+            activate_neftune(model.train(), 20.0)
+            torch.manual_seed(1)
+            loss = model(**rows, labels=labels_of(rows), use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+            gradients.append(next(model.get_decoder().layers[0].parameters()).grad)
+        close(losses[1], losses[0])
+        close(gradients[1], gradients[0], 1e-4)
+        free = plain_and_free[1]
+        assert tokens_computed(free, lambda model=free: model(**rows)) == [TOKENS]
+        quiet = free.eval()(**rows, labels=labels_of(rows), use_cache=False).loss
+        assert (quiet - losses[0]).abs() > 1e-3
+
+
 def test_what_cant_be_a_line_of_rows_is_left_alone():
     assert why_padded(torch.nn.Linear(2, 2))
     balanced = made("mixtral")

@@ -28,9 +28,12 @@ class _Refused(NamedTuple):
 
 
 _OF_ARGUMENTS = (
-    _Refused("fsdp", "this trainer shards the model by itself; leave it out and give sharding_strategy"),
     _Refused(
-        "deepspeed", "this trainer shards the model by itself; leave it out and give sharding_strategy"
+        "fsdp", "this trainer shards the model by itself; leave it out and give sharding_strategy"
+    ),
+    _Refused(
+        "deepspeed",
+        "this trainer shards the model by itself; leave it out and give sharding_strategy",
     ),
     _Refused("parallelism_config", "ranks share the model as sharding_strategy says; leave it out"),
     _Refused("torch_compile", "give compile=True to the trainer, which compiles blocks"),
@@ -60,10 +63,12 @@ _OF_ARGUMENTS = (
         "itself",
     ),
     _Refused(
-        "bf16_full_eval", "it would cast packed weights and adapters for good; leave it out, and give bf16=True"
+        "bf16_full_eval",
+        "it would cast packed weights and adapters for good; leave it out, and give bf16=True",
     ),
     _Refused(
-        "fp16_full_eval", "it would cast packed weights and adapters for good; leave it out, and give bf16=True"
+        "fp16_full_eval",
+        "it would cast packed weights and adapters for good; leave it out, and give bf16=True",
     ),
 )
 _OF_STREAMED = (  # of a model whose weights are read by shards, later, and not by from_pretrained
@@ -81,7 +86,8 @@ _OF_STREAMED = (  # of a model whose weights are read by shards, later, and not 
 _OF_SHARDS = (
     _Refused(
         "sync_ref_model",
-        'weights that are sharded can\'t be mixed into the reference\'s; leave it out, or give sharding_strategy="ddp"',
+        "weights that are sharded can't be mixed into the reference's; leave it out, or give "
+        'sharding_strategy="ddp"',
     ),
     _Refused(
         "optim",
@@ -127,8 +133,9 @@ def check_copied(model: nn.Module):
     """Refuse an adapter over a model without weights, where the trainer copies it as the reference."""
     if hasattr(model, "peft_config") and any(p.is_meta for p in model.parameters()):
         raise ValueError(
-            "model: the trainer copies its adapter as the reference before weights are read; give the model's "
-            "name and peft_config for a new adapter, or load the model by from_pretrained to train one further"
+            "model: the trainer copies its adapter as the reference before weights are read; give the "
+            "model's name and peft_config for a new adapter, or load the model by from_pretrained to train "
+            "one further"
         )
 
 

@@ -63,7 +63,9 @@ def _wrap_loading():
 
     @wraps(load)
     def load_values(model: nn.Module, state: dict, adapter_name: str = "default", **kwargs):
-        empty = {n: p for n, p in model.named_parameters() if p.is_meta and f".{adapter_name}." in n}
+        empty = {
+            n: p for n, p in model.named_parameters() if p.is_meta and f".{adapter_name}." in n
+        }
         for name, p in empty.items():
             _put(model, name, nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad))
         result = load(model, state, adapter_name, **kwargs)

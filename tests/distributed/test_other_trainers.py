@@ -107,8 +107,7 @@ def trainer(module, kind: str, folder: str, model, output: str, given: dict, row
         args=getattr(trl, f"{kind}Config")(**settings(kind, output, **given)),
         train_dataset=Dataset.from_list(rows or rows_of(kind)),
         processing_class=tokenizer,
-        peft_config=lora,
-        **more,
+        **dict(peft_config=lora) | more,
     )
 
 
