@@ -366,6 +366,34 @@ def test_compiled_blocks_take_lines_of_any_length_by_one_graph():
     assert graphs[0] > 0 and graphs[1:] == [graphs[0]] * 8
 
 
+def test_rotary_scaling_by_length_is_that_of_padded_rows():
+    """Neither a longest row that is padded too, nor the line and what fills it, switches another scale on."""
+    by_length = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    switched = dict(
+        rope_type="longrope",
+        short_factor=[1.0] * 8,
+        long_factor=[4.0] * 8,
+        factor=4.0,
+        original_max_position_embeddings=50,
+        rope_theta=1e4,
+    )
+    cases = [
+        (by_length, 32, LENGTHS, T),
+        (by_length, 71, LENGTHS, T),  # between the longest row and the padded length
+        (by_length, 32, [60, 3, 1], 61),  # 64 tokens: the line itself has no place for one of the filler
+        (switched, 200, LENGTHS, T),
+        (switched, 200, [48, 20], 60),
+        (switched, 200, [10, *[5] * 11], 12),  # 63 tokens of filler
+    ]
+    for rope, limit, lengths, width in cases:
+        plain, free = two(max_position_embeddings=limit, rope_parameters=rope)
+        rows = batch(lengths=lengths, width=width)
+        real = rows["attention_mask"].bool()
+        with torch.no_grad():
+            found, expected = (m(**rows, use_cache=False).logits[real] for m in (free, plain))
+        close(found, expected)
+
+
 def test_neftunes_noise_is_that_of_padded_rows():
     """Its size goes by the row's length, which a line of several rows would make longer."""
     from transformers.integrations.neftune import activate_neftune

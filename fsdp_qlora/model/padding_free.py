@@ -127,15 +127,17 @@ def _line_of(mask: Tensor) -> _Line | None:
     real = mask != 0
     begins = real & ~nn.functional.pad(real, (1, 0))[:, :-1]
     lengths = real.sum(1)
-    numbers = torch.stack([lengths.sum(), begins.sum(1).max()]).tolist()
-    tokens, parts = (int(n) for n in numbers)
+    numbers = torch.stack([lengths.sum(), begins.sum(1).max(), lengths.max()]).tolist()
+    tokens, parts, most = (int(n) for n in numbers)
     if parts != 1:
         return None
     rows, longest = real.shape
-    width = min(-(-tokens // _MULTIPLE) * _MULTIPLE, rows * longest)
+    # Rotary scaling that goes by the greatest position finds that of padded rows at a token of the filler.
+    filled = tokens + (most < longest)
+    width = min(-(-filled // _MULTIPLE) * _MULTIPLE, rows * longest)
     index = real.flatten().logical_not().byte().argsort(stable=True)[:tokens]
     place = torch.arange(longest, device=real.device) - begins.byte().argmax(1, keepdim=True)
-    filler = torch.arange(width - tokens, device=real.device)
+    filler = place.new_full((width - tokens,), longest - 1)
     positions = torch.cat([place.flatten()[index], filler])[None]
     ends = lengths.cumsum(0)
     more = [] if width == tokens else [ends.new_full((1,), width)]
