@@ -89,6 +89,11 @@ REMEDIES = [
     ),
     ("appears twice", "keep one of the two lines"),
     ("^PATH: REASON", "check that the file exists and is readable"),
+    (
+        "^NAME=VALUE: WHY",
+        "leave the [trainer's argument](own_script.md#a-trainer-in-one-import) out; the line names what to "
+        "give instead",
+    ),
     ("MESSAGE \\(NAMED\\)", "another message of this page, with the line of the recipe it is from"),
     (
         "--activation_policy TEXT",

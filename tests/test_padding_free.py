@@ -380,7 +380,12 @@ def test_rotary_scaling_by_length_is_that_of_padded_rows():
     cases = [
         (by_length, 32, LENGTHS, T),
         (by_length, 71, LENGTHS, T),  # between the longest row and the padded length
-        (by_length, 32, [60, 3, 1], 61),  # 64 tokens: the line itself has no place for one of the filler
+        (
+            by_length,
+            32,
+            [60, 3, 1],
+            61,
+        ),  # 64 tokens: the line itself has no place for one of the filler
         (switched, 200, LENGTHS, T),
         (switched, 200, [48, 20], 60),
         (switched, 200, [10, *[5] * 11], 12),  # 63 tokens of filler

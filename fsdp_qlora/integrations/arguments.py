@@ -20,78 +20,74 @@ _OF_CHECKPOINTING = {"use_reentrant"}  # the values are the same either way
 
 
 class _Refused(NamedTuple):
-    """An argument, the values that are refused, and why with what to do instead."""
+    """An argument, why it can't be followed, what to do instead, and which values are meant."""
 
     name: str
     why: str
+    remedy: str = "leave it out"
     values: Callable[[Any], Any] = bool
 
 
+_SHARDS_BY_ITSELF = "this trainer shards the model by itself"
+_CASTS = "it would cast packed weights and adapters for good"
 _OF_ARGUMENTS = (
+    _Refused("fsdp", _SHARDS_BY_ITSELF, "leave it out and give sharding_strategy"),
+    _Refused("deepspeed", _SHARDS_BY_ITSELF, "leave it out and give sharding_strategy"),
+    _Refused("parallelism_config", _SHARDS_BY_ITSELF, "leave it out and give sharding_strategy"),
     _Refused(
-        "fsdp", "this trainer shards the model by itself; leave it out and give sharding_strategy"
+        "torch_compile", "each block is compiled by itself", "give compile=True to the trainer"
     ),
-    _Refused(
-        "deepspeed",
-        "this trainer shards the model by itself; leave it out and give sharding_strategy",
-    ),
-    _Refused("parallelism_config", "ranks share the model as sharding_strategy says; leave it out"),
-    _Refused("torch_compile", "give compile=True to the trainer, which compiles blocks"),
     _Refused(
         "use_liger_kernel",
-        "its kernels take the place of layers that are sharded or adapted here; leave it out, and give "
-        "compile=True to the trainer for fused kernels",
+        "its kernels take the place of layers that are sharded or adapted here",
+        "leave it out; compile=True of the trainer fuses kernels",
     ),
     _Refused(
         "activation_offloading",
+        "it would keep copies of gathered weights too",
         "leave it out and give use_activation_cpu_offload=True to the trainer",
     ),
     _Refused(
         "gradient_checkpointing_kwargs",
-        "blocks are recomputed by this project's policies; leave it out and give activation_policy and "
-        "use_activation_cpu_offload to the trainer",
+        "blocks are recomputed by this project's policies",
+        "leave it out and give activation_policy and use_activation_cpu_offload to the trainer",
         lambda given: set(given or ()) - _OF_CHECKPOINTING,
     ),
     _Refused(
         "use_vllm",
-        "vLLM can't be given weights that are sharded or in packed formats; leave it out, and the model "
-        "generates by itself",
+        "vLLM can't be given weights that are sharded or in packed formats",
+        "leave it out, and the model generates by itself",
     ),
     _Refused(
         "use_transformers_continuous_batching",
-        "it needs attention of its own and casts all weights; leave it out, and the model generates by "
-        "itself",
+        "it has attention of its own, and casts all weights",
+        "leave it out, and the model generates by itself",
     ),
-    _Refused(
-        "bf16_full_eval",
-        "it would cast packed weights and adapters for good; leave it out, and give bf16=True",
-    ),
-    _Refused(
-        "fp16_full_eval",
-        "it would cast packed weights and adapters for good; leave it out, and give bf16=True",
-    ),
+    _Refused("bf16_full_eval", _CASTS, "leave it out and give bf16=True"),
+    _Refused("fp16_full_eval", _CASTS, "leave it out and give bf16=True"),
 )
 _OF_STREAMED = (  # of a model whose weights are read by shards, later, and not by from_pretrained
     _Refused(
         "model_init_kwargs",
-        "nothing of it would come to a model whose weights are streamed; leave it out, or give the trainer "
-        "streamed_model(NAME, quant, dtype)",
+        "nothing of it would come to a model whose weights are streamed",
+        "leave it out, or give the trainer streamed_model(NAME, quant, dtype)",
     ),
     _Refused(
         "precompute_ref_log_probs",
-        "they would be computed before the weights are read; leave it out: the reference is the model with "
-        "its adapters off",
+        "they would be computed before the weights are read",
+        "leave it out: the reference is the model with its adapters off",
     ),
 )
 _OF_SHARDS = (
     _Refused(
         "sync_ref_model",
-        "weights that are sharded can't be mixed into the reference's; leave it out, or give "
-        'sharding_strategy="ddp"',
+        "weights that are sharded can't be mixed into the reference's",
+        'leave it out, or give sharding_strategy="ddp"',
     ),
     _Refused(
         "optim",
-        f'its states can\'t be sharded; use {", ".join(_SHARDED)}, or sharding_strategy="ddp"',
+        "its states can't be sharded",
+        f'use {", ".join(_SHARDED)}, or sharding_strategy="ddp"',
         lambda name: str(getattr(name, "value", name)) not in _SHARDED,
     ),
 )
@@ -124,9 +120,10 @@ def check_arguments(args, model: nn.Module, shards: bool):
         )
     streamed = any(p.is_meta for p in model.parameters())
     shards = shards and dist.get_world_size() > 1
-    for name, why, refuses in (*_OF_ARGUMENTS, *_OF_STREAMED * streamed, *_OF_SHARDS * shards):
+    rows = (*_OF_ARGUMENTS, *_OF_STREAMED * streamed, *_OF_SHARDS * shards)
+    for name, why, remedy, refuses in rows:
         if refuses(value := getattr(args, name, None)):
-            raise ValueError(f"{name}={getattr(value, 'value', value)!r}: {why}")
+            raise ValueError(f"{name}={getattr(value, 'value', value)!r}: {why}; {remedy}")
 
 
 def check_copied(model: nn.Module):
