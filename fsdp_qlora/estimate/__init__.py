@@ -9,8 +9,9 @@ Time is counted in the same way: FLOPs over the rate of large products, bytes ov
 copies, transfers less what compute hides.
 
 Modules, each importing only from those before it: constants, attention, lengths, kinds, delta_nets,
-experts, weights, vocabulary, collectives, magnitudes, activations, kept, flops, gathered_units, peak,
-memory_traffic, speed, policies, resolve, cost, question, failures, report, tasks.
+experts, stored_weight, fp8_weights, weights, vocabulary, collectives, magnitudes, activations, kept,
+flops, gathered_units, peak, memory_traffic, speed, policies, resolve, cost, question, failures, report,
+tasks.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
@@ -27,8 +28,9 @@ from .question import Estimate, estimate
 from .report import as_json, report
 from .resolve import Room, leaves_open, resolve, room_of
 from .speed import StepTime, step_seconds
+from .stored_weight import Weight
 from .tasks import TASKS, Task
-from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
+from .weights import block_weights, gathered, optimizer_bytes, resident_bytes
 
 __all__ = [
     "GIB",

@@ -16,9 +16,9 @@ from ..catalog.arch import ModelShape
 from ..catalog.llama_pro import expansion
 from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES
 from ..plan import BYTES, Plan
+from .stored_weight import Weight
 from .vocabulary import embeddings_by_rows, trains_head, travelling_rows
 from .weights import (
-    Weight,
     all_trained,
     block_weights,
     embedding_weights,

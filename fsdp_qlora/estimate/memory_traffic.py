@@ -14,9 +14,10 @@ from ..choices import FORMATS, POLICIES
 from ..plan import Plan
 from . import constants, experts
 from .flops import adapted_linears, rerun_linears
+from .fp8_weights import FEEDS, forward_ranks
 from .kinds import mean_of_blocks
 from .magnitudes import second_products, turned_linears
-from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
+from .stored_weight import BLOCKSIZE, packed_bits, scale_bytes
 
 _MERGED_RANK = (
     128  # the largest of adapters that are added while W is unpacked (quantization/kernels.py)

@@ -12,7 +12,7 @@ from .cost import OwnedCost, RunCost
 from .lengths import Rows, packing_line
 from .peak import EXPLAINED
 from .question import Estimate
-from .weights import packed_bits
+from .stored_weight import packed_bits
 
 _STEP_EXPLAINED = dict(
     linears="large products",

@@ -7,45 +7,18 @@ per trained weight, gradients and optimizer states, follows from the same list.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from ..catalog.arch import ModelShape
-from ..choices import FORMATS, OPTIMIZERS
+from ..choices import OPTIMIZERS
 from ..plan import BYTES, Plan
 from .experts import adapted_experts
+from .fp8_weights import is_kept, kept_in_fp8, row_scales
 from .kinds import mean_of_blocks, most_of_blocks
+from .stored_weight import BLOCKSIZE, Weight, packed_bits, plain, scale_bytes
 
-BLOCKSIZE = 64  # weights per absmax value (quantization/quantize.py)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter as it is stored and sharded: rows on dim 0, padded to whole shards."""
-
-    kind: str  # the part of the table it belongs to
-    rows: int
-    row_bytes: float
-    values: int  # numbers per row; 0 where the bytes are packed or frozen
-    trained: bool
-    by_rows: bool = (
-        False  # of the vocabulary, frozen: never gathered by FSDP (memory/vocab_parallel.py)
-    )
-
-    def shard(self, ranks: int) -> float:
-        """Bytes of one rank's part."""
-        return -(-self.rows // ranks) * self.row_bytes
-
-    def shard_values(self, ranks: int) -> int:
-        """Trained numbers in one rank's part."""
-        return -(-self.rows // ranks) * self.values if self.trained else 0
-
-
-def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight:
-    """A weight (rows, width) in a float dtype."""
-    by_rows = kind in ("embedding", "head") and not trained
-    return Weight(kind, rows, width * BYTES[dtype], width, trained, by_rows)
 
 
 @lru_cache(maxsize=16)
@@ -64,7 +37,7 @@ def linear_weights(shape: ModelShape, plan: Plan, part: str = "") -> tuple[Weigh
             weights += adapter(name, out, wide, plan)
     keeps_scales = plan.quantization.compute_dtype == "fp8" and plan.weights_stay
     if keeps_scales:
-        weights += _kept_in_fp8(names, targets, plan)
+        weights += kept_in_fp8(names, targets, plan)
     for name, length in shape.biases().items():
         if name not in names:
             continue
@@ -83,9 +56,9 @@ def linear_weights(shape: ModelShape, plan: Plan, part: str = "") -> tuple[Weigh
                     plain("adapters", rank, wide, plan.adapter.adapter_dtype, True),
                     plain("adapters", out, rank, plan.adapter.adapter_dtype, True),
                 ]
-            if keeps_scales and _is_kept(name, out, wide, plan):
+            if keeps_scales and is_kept(name, out, wide, plan):
                 is_adapted = name in adapted_experts(shape, plan)
-                weights.append(_row_scales(shape.experts * out, is_adapted))
+                weights.append(row_scales(shape.experts * out, is_adapted))
         if shape.router_weights:
             weights.append(
                 plain(
@@ -109,78 +82,6 @@ def _stored_linear(name: str, out: int, wide: int, plan: Plan) -> list[Weight]:
         Weight("linears", out, packed, 0, False),
         Weight("absmax", out, scale_bytes(blocks, plan), 0, False),
     ]
-
-
-_FP8_MULTIPLE = 16  # of rows, and of an adapter's columns in fp8 (../quantization/fp8.py)
-_JOINED_RANKS = (
-    64  # of layers of one input whose fp8 products are joined (../adapters/shared_inputs.py)
-)
-FEEDS = dict(
-    q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp"
-)  # share an input
-
-
-def _kept_in_fp8(
-    linears: dict[str, tuple[int, int]], targets: Iterable[str], plan: Plan
-) -> list[Weight]:
-    """What fp8 products keep of a block's weights (quantization/fp8_weight_cache.py).
-
-    The scales of rows, and if asked, W for the forward, W^T for the backward, and the columns of
-    adapters, which layers of one input have together where they are joined.
-    """
-    kept = {name: size for name, size in linears.items() if _is_kept(name, *size, plan)}
-    ranks = {name: plan.adapter.rank(name) for name in kept if name in targets}
-    weights = [_row_scales(out, name in ranks) for name, (out, _) in kept.items()]
-    if not plan.quantization.keep_fp8_weights:
-        return weights
-    weights += [
-        Weight("fp8", out, 2 * wide + _fp8_columns(forward_ranks(name, ranks, plan)), 0, False)
-        for name, (out, wide) in kept.items()
-    ]
-    groups: dict[str, tuple[int, int]] = {}  # ranks and inputs of what shares W^T's columns
-    for name, rank in ranks.items():
-        if plan.adapter.lora_dropout:
-            continue
-        group = FEEDS.get(name, name) if plan.loop.compile else name
-        groups[group] = groups.get(group, (0, 0))[0] + rank, kept[name][1]
-    return weights + [
-        Weight("fp8", wide, _fp8_columns(rank), 0, False) for rank, wide in groups.values()
-    ]
-
-
-def _is_kept(name: str, out: int, wide: int, plan: Plan) -> bool:
-    """Whether anything is kept of a layer's weight: one that is frozen, and multiplied in fp8."""
-    fits = wide % BLOCKSIZE == out % _FP8_MULTIPLE == 0
-    return fits and not plan.adapter.trains(name)
-
-
-def _row_scales(rows: int, adapted: bool) -> Weight:
-    """A weight's scales, which are others in a product that an adapter joins."""
-    return Weight("fp8", rows, 4 * (1 + adapted), 0, False)
-
-
-def forward_ranks(name: str, ranks: dict[str, int], plan: Plan) -> int:
-    """The ranks that a layer's fp8 product has columns of: its own, or those of all of its input."""
-    if name not in ranks:
-        return 0
-    group = FEEDS.get(name, name)
-    together = sum(rank for other, rank in ranks.items() if FEEDS.get(other, other) == group)
-    return together if plan.loop.compile and together <= _JOINED_RANKS else ranks[name]
-
-
-def _fp8_columns(rank: int) -> int:
-    """The columns that adapters of this rank together take in an fp8 product."""
-    return -(-rank // _FP8_MULTIPLE) * _FP8_MULTIPLE
-
-
-def packed_bits(quant: str) -> int:
-    """Bits of a quantized value, without its scale (quantization/formats.py)."""
-    return FORMATS[quant].bits
-
-
-def scale_bytes(blocks: int, plan: Plan) -> int:
-    """Bytes of a row's scales: one number a block, HQQ has two; in 8 bits a row adds its range."""
-    return FORMATS[plan.quantization.quant].scales * blocks * plan.quantization.absmax_bytes
 
 
 def as_given(targets):
