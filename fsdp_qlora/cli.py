@@ -6,6 +6,7 @@ stderr and exit code 2, on every rank; --verbose adds the traceback.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -243,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     """Run a command, and say what went wrong."""
+    _take_any_text()
     os.environ.setdefault(
         "HF_HUB_VERBOSITY", "error"
     )  # without a network, not a line for each retry
@@ -286,6 +288,13 @@ def run(argv: list[str]) -> int:
         if _is_verbose(argv) or not _says_that_a_rank_is_gone(error):
             _print_traceback()
         return 1
+
+
+def _take_any_text():
+    """What a terminal can't show is shown as an escape, and what is no text there is read as "\ufffd"."""
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):  # may be closed, or another's
+            stream.reconfigure(errors=errors)
 
 
 def _tell_other_ranks(line: str):

@@ -505,3 +505,22 @@ def test_an_answer_to_a_closed_stdout_is_no_error():
     command = f"{sys.executable} -m fsdp_qlora.cli estimate --params 7B --gpu h100 >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_that_lacks_a_character_is_shown_its_escape(tmp_path):
+    """Rows, answers and names of fields hold any character; some terminals only those of Latin."""
+    from .tokenizers import save_chat_model
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "\u4e16", "completion": "a", "\\ud83d": 1}\n')
+    flags = ["--model_name", save_chat_model(tmp_path / "model"), "--output_dir", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_qlora.cli", "data", *map(str, flags)]
+        + ["--dataset", str(tmp_path / "rows.jsonl"), "--preview", "1"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | dict(PYTHONIOENCODING="latin-1"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\\u4e16<|im_end|>" in done.stdout
+    assert "unused fields: \\ud83d (1 row)" in done.stdout

@@ -18,8 +18,8 @@ from fsdp_qlora.config.run import GROUPS, with_bins_of
 from fsdp_qlora.config.settings import AUTO, changed_settings, opt
 from fsdp_qlora.config.without_effect import (
     batch_above_data,
-    high_rates,
     lost_updates,
+    odd_rates,
     settings_without_effect,
 )
 
@@ -534,13 +534,15 @@ def test_a_setting_without_effect_is_said_too_where_it_was_typed_at_its_default(
             "--lr 0.001 x --loraplus_lr_ratio 16 is above 1e-2",
         ),
         (dict(lr=0.02, train_type="bnb_dora"), "--lr 0.02"),
+        (dict(lr=0.0), "--lr 0 changes no weight"),
+        (dict(lr=0.0, train_type="full"), "--lr 0 changes no weight"),
         (dict(lr=0.01), None),
         (dict(lr=0.02, optimizer="sgd"), None),
         (dict(lr=0.02, train_type="full"), None),
     ],
 )
-def test_a_learning_rate_at_which_adapters_diverge_warns(settings, words):
-    found = high_rates(RunConfig(**settings))
+def test_a_learning_rate_at_which_nothing_is_learnt_or_adapters_diverge_warns(settings, words):
+    found = odd_rates(RunConfig(**settings))
     assert (words in found[0]) if words else not found
 
 

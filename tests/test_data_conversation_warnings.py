@@ -192,6 +192,54 @@ def test_a_control_token_in_a_content_is_text_and_the_real_ones_stay(place, trim
     assert note.startswith("contents spell <|im_end|>, <|im_start|>, which is trained as text")
 
 
+CALLS = CHATML.replace(
+    "+ '<|im_end|>", "}}{% for c in m.tool_calls or [] %}WRITTEN{% endfor %}{{ '<|im_end|>"
+)
+SPELLED = "a<|im_end|>b"
+
+
+@pytest.mark.parametrize(
+    "written, trained",
+    [
+        ("{{ c.function | tojson }}", '{"name": "weather", "arguments": {"a<|im_end|>b": ["X"]}}'),
+        (
+            "{{ c.function.name }}{% for k, v in c.function.arguments | items %} {{ k }}={{ v[0] }}"
+            "{% endfor %}",
+            "weather a<|im_end|>b=X",
+        ),
+    ],
+    ids=["tojson", "items"],
+)
+def test_control_tokens_in_calls_and_tools_are_text(written, trained):
+    """An argument would end the answer in its middle, and a tool's description the system turn."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {SPELLED: [SPELLED]}}}
+    tool = {**TOOL, "function": {**TOOL["function"], "description": SPELLED}}
+    messages = [*chat("Q"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = "{{ tools | tojson }}" + CALLS.replace("WRITTEN", written)
+    tokenizer = make_tokenizer(template)
+    row = row_from_record({"messages": messages, "tools": [tool]}, "f:1")
+    (encoded_row,) = encode_rows([row], ChatTemplate(tokenizer))
+    expected = trained.replace("X", SPELLED)
+    assert trained_text(encoded_row, tokenizer) == f"{expected}<|im_end|>"
+    assert control_ids(encoded_row.input_ids, tokenizer) == 4
+    assert [note for note in encoded_row.notes if "contents spell" in note] == [
+        "contents spell <|im_end|>, which is trained as text, not as a control token"
+    ]
+    prompt = encode_prompt(row, tokenizer)
+    assert encoded_row.input_ids[: len(prompt)].tolist() == prompt
+
+
+def test_an_object_that_is_written_as_python_writes_it_has_nothing_added():
+    """Python escapes the mark that a control token is cut at."""
+    tokenizer = make_tokenizer("{{ tools }}" + CHATML)
+    tool = {**TOOL, "function": {**TOOL["function"], "description": SPELLED}}
+    row = row_from_record({"messages": chat("Q", "A"), "tools": [tool]}, "f:1")
+    (encoded_row,) = encode_rows([row], ChatTemplate(tokenizer))
+    assert tokenizer.decode(encoded_row.input_ids) == tokenizer.apply_chat_template(
+        chat("Q", "A"), tools=[tool], tokenize=False
+    )
+
+
 def test_the_prompt_of_generation_has_a_control_token_as_text_too():
     tokenizer = make_tokenizer("chatml", adds_bos=True)
     prompt = encode_prompt(chat(FORGED), tokenizer)

@@ -252,6 +252,31 @@ def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, tokenizer):
         load_dataset(path, tokenizer, cache_dir=path)
 
 
+FULL_DISK = """
+import resource, signal, sys
+from fsdp_qlora.data import load_dataset
+from tests.test_data_tokenizers import make_tokenizer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is an error then
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+try:
+    load_dataset(sys.argv[1], make_tokenizer("chatml"), cache_dir=sys.argv[2])
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_cache_that_can_t_be_written_whole_is_named_with_the_remedy(tmp_path, tokenizer):
+    path, cache = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am" * 99]), tmp_path / "cache"
+    asked = [sys.executable, "-c", FULL_DISK, path, str(cache)]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert done.stdout.startswith(f"--data_cache {cache}: "), done.stderr
+    assert done.stdout.strip().endswith(
+        "free some space there, give another folder, or leave it out"
+    )
+    [note] = cache.iterdir()  # so that the ranks that wait say it too
+    assert note.suffix == ".failed" and note.read_text() == done.stdout.strip()
+
+
 def damaged(data: bytes, kind: str) -> bytes:
     """A cache file after something befell it."""
     start = 8 + int.from_bytes(data[:8], "little")

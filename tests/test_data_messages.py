@@ -5,13 +5,14 @@ read from JSON lines.
 """
 
 import json
+import re
 
 import datasets
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from fsdp_qlora.data import ChatTemplate, read_rows, row_from_record, tokenize_rows
+from fsdp_qlora.data import ChatTemplate, encode_prompt, read_rows, row_from_record, tokenize_rows
 from fsdp_qlora.data.masking import _render_row, encode_rows
 from fsdp_qlora.data.templates import UnusableRow
 
@@ -400,3 +401,44 @@ def test_reasoning_is_trained_under_whichever_name_the_template_reads(read, give
         {"role": "assistant", "content": "4", given: "Easy."},
     ]
     assert trained({"messages": messages}, template) == "<think>Easy.</think>4<|im_end|>"
+
+
+HALF = "\ud83d"
+HALF_CALL = {"tool_calls": [{"function": {"name": "f", "arguments": {"x": HALF}}}]}
+
+
+@pytest.mark.parametrize(
+    "fields, tools, says",
+    [
+        ({"reasoning_content": HALF}, None, "f:1: messages[1]: 'reasoning_content' holds a lone"),
+        (HALF_CALL, None, "f:1: its text in the chat template holds a lone surrogate"),
+        ({}, [{**TOOL, "description": HALF}], "f:1: its text in the chat template holds a lone"),
+        ({"reasoning": 5}, None, "f:1: messages[1]: 'reasoning' is int 5; expected text"),
+        ({"thinking": ["a"]}, None, "f:1: messages[1]: 'thinking' has parts other than text"),
+    ],
+)
+def test_what_is_no_text_outside_of_contents_is_refused_with_its_place(fields, tools, says):
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", **fields}]
+    with pytest.raises(ValueError, match=re.escape(says)):
+        row = row_from_record({"messages": messages, "tools": tools}, "f:1")
+        list(encode_rows([row], ChatTemplate(make_tokenizer(HEAD + WRITERS["tojson"] + TAIL))))
+
+
+def test_reasoning_in_parts_is_its_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answer = {"role": "assistant", "content": "A", "reasoning": parts}
+    row = row_from_record({"messages": [{"role": "user", "content": "Q"}, answer]}, "f:1")
+    assert row.messages[1]["reasoning"] == "ab"
+
+
+@pytest.mark.parametrize("system", [{}, {"system": "S"}])
+def test_answers_inside_of_a_prompt_are_context(system):
+    """As in TRL, whose form this is: only the completion has a loss, unless every token has."""
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 2]
+    row = row_from_record({"prompt": turns[:3], "completion": turns[3:], **system}, "f:1")
+    tokenizer = make_tokenizer("chatml")
+    (only,) = encode_rows([row], ChatTemplate(tokenizer))
+    (whole,) = encode_rows([row], ChatTemplate(tokenizer), "all")
+    assert trained_text(only, tokenizer) == "a<|im_end|>"
+    assert whole.trained[1:].all()
+    assert encode_prompt(row, tokenizer) == only.input_ids[: only.trained.argmax()].tolist()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
+import subprocess
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 
 from fsdp_qlora.data import load_dataset, read_rows
@@ -202,3 +208,47 @@ def test_where_no_row_is_left_the_remedy_is_that_of_the_reason(tmp_path, record,
     with pytest.raises(ValueError, match="no row is left to train on") as error:
         load_dataset(str(path), make_tokenizer("chatml"), context_length=64)
     assert remedy in str(error.value) and str(error.value).count("; give") == 1
+
+
+def test_a_column_without_a_name_is_an_unused_field(tmp_path):
+    """pandas writes its index so, and spreadsheets end lines with a comma."""
+    path = tmp_path / "rows.csv"
+    path.write_text(",instruction,output,\n0,a,b,\n1,c,d,\n")
+    expected = [{"instruction": "a", "output": "b"}, {"instruction": "c", "output": "d"}]
+    assert told(path) == told(lines(tmp_path / "rows.jsonl", expected))
+    assert [row.unread for row in read_rows(path)] == [("column 1",)] * 2
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_row_is_of_the_format_whose_columns_it_fills(tmp_path, kind):
+    """A table of several data sets has the columns of all, and nothing in those of the others."""
+    given = [
+        {"instruction": "i", "output": "o"},
+        {"question": "q", "answer": "a"},
+        {"instruction": "", "output": ""},
+    ]
+    columns = ["instruction", "output", "question", "answer"]
+    full = [{name: record.get(name, "") for name in columns} for record in given]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(full), path)
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(full)
+    assert told(path) == told(lines(tmp_path / "rows.jsonl", given))
+    assert not any(row.unread for row in read_rows(path))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize("module, kind", [(gzip, "gzip"), (bz2, "bzip2"), (lzma, "xz")])
+def test_a_compressed_file_is_refused_with_what_unpacks_it(tmp_path, suffix, module, kind):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_bytes(module.compress(b"text\na\n"))
+    command = f"{kind} -dc rows.{suffix} > plain-rows.{suffix}"
+    with pytest.raises(ValueError) as error:
+        read_rows(path)
+    assert str(error.value) == f"{path}:1: this is {kind}, not text; unpack it: {command}"
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert (tmp_path / f"plain-rows.{suffix}").read_bytes() == b"text\na\n"

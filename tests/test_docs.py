@@ -195,7 +195,7 @@ WARN = (
     "settings_without_effect",
     "lost_updates",
     "of_gradient_checkpointing",
-    "high_rates",
+    "odd_rates",
     "batch_above_data",
 )  # functions whose texts are warnings
 

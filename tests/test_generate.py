@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from unittest.mock import patch
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from fsdp_qlora.cli import GenerateOptions, main
 from fsdp_qlora.commands.generate import device_map, load_for_inference
 from fsdp_qlora.config import RunConfig
-from tests.tokenizers import save_chat_model
+from tests.tokenizers import VOCAB_SIZE, save_chat_model, save_tokenizer
 
 IDS = torch.arange(3, 60)[None]
 
@@ -90,6 +93,40 @@ def test_a_chat_ends_with_its_input(folder, capsys, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ended)
     assert said(capsys, folder, "--chat") == "\n"
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory) -> str:
+    """A model whose learned positions are few: beyond them there is no embedding."""
+    folder = tmp_path_factory.mktemp("short")
+    settings = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_positions=64, n_embd=64, n_layer=1, n_head=2, eos_token_id=0
+    )
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def test_an_answer_ends_at_the_models_positions_and_a_prompt_beyond_them_is_refused(short, capsys):
+    used = len(rendered(short, [dict(role="user", content="x" * 20)]))
+    flags = ["--prompt", "x" * 20, "--max_new_tokens", "100"]
+    with (
+        patch("fsdp_qlora.commands.generate.stop_token_ids", lambda _: [VOCAB_SIZE - 1]),
+        patch("transformers.TextStreamer.put") as put,
+    ):
+        said(capsys, short, *flags)
+    written = [call.args[0].numel() for call in put.call_args_list]
+    assert written[0] == used and sum(written[1:]) == 64 - used
+    argv = ["generate", "--model_name", short, "--device", "cpu", "--prompt", "x" * 64]
+    assert main(argv) == 2
+    assert "leaves no room for an answer in the model's 64 positions" in capsys.readouterr().err
+
+
+def test_a_line_of_a_chat_that_is_no_text_is_answered_too(folder, capsys, asked, monkeypatch):
+    typed = io.TextIOWrapper(io.BytesIO(b"hel\xfflo\n\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    said(capsys, folder, "--chat")
+    assert asked == [rendered(folder, [dict(role="user", content="hel\ufffdlo")])]
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])

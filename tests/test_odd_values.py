@@ -73,6 +73,7 @@ def test_a_number_that_is_none_is_refused(refused, name, number):
         (["--seed", "4294967296"], "--seed must be from 0"),
         (["--timeout_minutes", "1e-9"], "--timeout_minutes must be from 0.01"),
         (["--timeout_minutes", "1e12"], "--timeout_minutes must be from 0.01"),
+        (["--lora_alpha", "0"], "--lora_alpha must be 1 or more"),  # adapters would stay untrained
         (["--lora_rank", "0x10"], "--lora_rank: '0x10' is not a whole number"),
         (["--lora_rank", "4.0"], "--lora_rank: '4.0' is not a whole number"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),

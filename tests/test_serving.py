@@ -205,3 +205,26 @@ def test_a_folder_without_a_model_says_what_it_is_and_what_to_give(base, tmp_pat
             assert main([*command, "--model_name", str(folder)]) == 2, command
             line = capsys.readouterr().err
             assert f"--model_name {folder}: {says}" in line, command
+
+
+def test_a_folder_without_an_adapter_says_what_it_is_and_what_to_give(base, tmp_path, capsys):
+    """To generate, merge, check and export."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    save_adapter(base, run / "adapter")
+    save_adapter(base, run / "adapter-best")
+    save_tiny(whole / "model")
+    for folder, says in (
+        (base, "it is a whole model, which needs no merge; give it as --model_name"),
+        (run, f"no adapter_config.json there; give {run / 'adapter'}"),
+        (whole, f"there; give the whole model as --model_name {whole / 'model'}"),
+        (tmp_path, "there; give the folder that training saved, such as output/adapter"),
+    ):
+        for command in (
+            ["generate", "--prompt", "x", "--model_name", base],
+            ["generate", "--prompt", "x"],
+            ["merge", "--output_dir", tmp_path / "merged"],
+            ["check"],
+        ):
+            assert main([*map(str, command), "--adapter_folder", str(folder)]) == 2, command
+            line = capsys.readouterr().err
+            assert f"--adapter_folder {folder}: " in line and says in line, command

@@ -180,6 +180,13 @@ def positions_of(config: dict) -> int | None:
     return max(positions, int(factor * (rope.get("original_max_position_embeddings") or positions)))
 
 
+def positions_in(settings) -> int | None:
+    """`positions_of` a model by transformers' settings of it, whatever they call them."""
+    settings = settings.get_text_config()
+    positions = getattr(settings, "max_position_embeddings", None)
+    return positions_of(settings.to_dict() | dict(max_position_embeddings=positions))
+
+
 def with_common_names(config: dict) -> dict:
     """A config.json with the field names that most families share."""
     config = {_OLD_FIELDS.get(key, key): value for key, value in config.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -24,13 +25,14 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from ..catalog.families import positions_in
 from ..catalog.known_models import hub_name
 from ..catalog.machine import host_memory_here
 from ..choices import FORMATS
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
 from ..dist import print_main, rank_device
 from ..experts import each_of_stacks, is_stackable
-from ..export.adapter_folder import AdapterFolder, Delta, base_of
+from ..export.adapter_folder import AdapterFolder, Delta, base_of, why_no_adapter
 from ..export.quantized_base import BaseQuant, base_quant, taken_out_of
 from ..hub import asked_hub
 from ..loading import (
@@ -68,10 +70,7 @@ def load_for_inference(
     """
     settings = read_config(model_name, revision, trust_remote_code)  # or one clear line
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"--adapter_folder {adapter}: no adapter_config.json there; give a folder that training "
-            "saved, such as output/adapter"
-        )
+        raise ValueError(f"--adapter_folder {adapter}: {why_no_adapter(Path(adapter))}")
     if looks_local(model_name):
         _check_base_folder(Path(model_name))
     device, known = torch.device(device), base_quant(quant, adapter)
@@ -358,6 +357,12 @@ def _with_answer(
 
     messages = [*messages, {"role": "user", "content": prompt}]
     inputs = torch.tensor([encode_prompt(messages, tokenizer)], device=model.device)
+    positions = positions_in(model.config) or sys.maxsize
+    if inputs.shape[1] >= positions:
+        raise ValueError(
+            f"--prompt: with {inputs.shape[1]:,} tokens it leaves no room for an answer in the model's "
+            f"{positions:,} positions; shorten it, or begin another --chat"
+        )
     sampling = dict(do_sample=False)
     if options.temperature:
         sampling = dict(
@@ -369,7 +374,7 @@ def _with_answer(
     ids = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=min(options.max_new_tokens, positions - inputs.shape[1]),
         repetition_penalty=options.repetition_penalty,
         pad_token_id=choose_pad_token_id(tokenizer),
         eos_token_id=sorted(stop_token_ids(tokenizer)),

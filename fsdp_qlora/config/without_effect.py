@@ -106,7 +106,7 @@ def shows_averages(config) -> bool:
 
 def warnings_of(config) -> list[str]:
     """All that a run says of its settings before it begins."""
-    return settings_without_effect(config) + lost_updates(config) + high_rates(config)
+    return settings_without_effect(config) + lost_updates(config) + odd_rates(config)
 
 
 def settings_without_effect(config) -> list[str]:
@@ -120,10 +120,12 @@ def settings_without_effect(config) -> list[str]:
     ]
 
 
-def high_rates(config) -> list[str]:
-    """A warning for a learning rate at which adapters are known to diverge."""
+def odd_rates(config) -> list[str]:
+    """A warning for a learning rate at which nothing is learnt, or adapters are known to diverge."""
     if config.lr is None:
         return []
+    if not config.lr:
+        return ["--lr 0 changes no weight, so nothing is learnt"]
     highest = config.lr * max(1.0, config.loraplus_lr_ratio)
     if not config.has_lora or highest <= 1e-2 or not OPTIMIZERS[config.optimizer].scales_steps:
         return []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 
-from .templates import REASONING, ChatTemplate
+from .messages import REASONING
+from .templates import ESCAPED_CUT, ChatTemplate
 
 # Fields that only tie messages together; an answer does not depend on their text.
 _LINKS = ("tool_call_id", "id")
@@ -35,8 +36,10 @@ def left_out(messages: list[dict], tools: list | None, text: str, chat: ChatTemp
 
 def _is_written(value, text: str) -> bool:
     if isinstance(value, str):
-        return value.strip() in text or json.dumps(value.strip())[1:-1] in text
-    return json.dumps(value, ensure_ascii=False) in text or str(value) in text
+        forms = (value.strip(), json.dumps(value.strip())[1:-1])
+    else:
+        forms = (json.dumps(value, ensure_ascii=False), str(value))
+    return any(form.replace(ESCAPED_CUT, "") in text for form in forms)
 
 
 def empty_answers(messages: list[dict], excluded: set[int]) -> list[str]:

@@ -29,13 +29,14 @@ from .cache import DamagedFile, build_or_wait
 from .collate import IGNORE, Example
 from .formats import Row
 from .masking import Encoded, encode_rows
+from .records import first_line
 from .report import DataReport
 from .sources import open_source
 from .templates import ChatTemplate, UnusableRow
 
 ROWS_PER_BATCH = 256  # tokenised together
 _BAR_AFTER_S = 2
-_CACHE_VERSION = 2  # raise it when the same input gives other tokens
+_CACHE_VERSION = 3  # raise it when the same input gives other tokens
 
 
 @dataclass(frozen=True)
@@ -306,10 +307,21 @@ def load_dataset(
     key = _cache_key(source.digest(), tokenizer, options)
     if cache_dir is None:
         return told(_from_node(build, key, str(share), is_writer))
+
+    def write(temporary: Path) -> None:
+        tokenized = build()
+        try:
+            tokenized.save(temporary, key)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"--data_cache {cache_dir}: {first_line(error)}; free some space there, give another "
+                "folder, or leave it out"
+            ) from error
+
     return told(
         build_or_wait(
             Path(cache_dir) / f"tokens-{key}.safetensors",
-            lambda temporary: build().save(temporary, key),
+            write,
             lambda path: TokenizedDataset.load(path, key),
             is_writer=is_writer,
             timeout_s=wait_timeout_s,

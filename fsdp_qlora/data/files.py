@@ -181,7 +181,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
     """Records of JSON lines, or of one JSON list, told apart by the first character."""
     with path.open("rb") as file:
         head = file.read(64)
-    _check_utf16(path, head)
+    _check_text(path, head)
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}:1: this is a Git LFS pointer, not the data; run: git lfs pull")
     if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -191,8 +191,24 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
     return _json_lines_records(path)
 
 
-def _check_utf16(path: Path, head: bytes):
-    """Refuse a file that says by its first bytes that it is UTF-16."""
+# What a file is that begins with these bytes, and what makes text of it.
+_NO_TEXT = {
+    b"\x1f\x8b": ("gzip", "unpack it: gzip -dc {0} > plain-{0}"),
+    b"BZh": ("bzip2", "unpack it: bzip2 -dc {0} > plain-{0}"),
+    b"\xfd7zXZ": ("xz", "unpack it: xz -dc {0} > plain-{0}"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unpack it: zstd -dc {0} > plain-{0}"),
+    b"PK\x03\x04": ("a zip file or a spreadsheet", "unzip it, or export the sheet as .csv"),
+    b"PAR1": ("Parquet", "rename it: mv {0} {0}.parquet"),
+}
+
+
+def _check_text(path: Path, head: bytes):
+    """Refuse a file that says by its first bytes that it is no text, or UTF-16."""
+    for mark, (kind, remedy) in _NO_TEXT.items():
+        if head.startswith(mark):
+            raise ValueError(f"{path}:1: this is {kind}, not text; {remedy.format(path.name)}")
+    if head.startswith(mark):
+        raise ValueError(f"{path}:1: the file is no text but {kind}; unpack it first: {remedy}")
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
             f"{path}:1: the file is UTF-16; convert it: "
@@ -237,8 +253,8 @@ def _csv_records(path: Path) -> Iterator[tuple[str, dict]]:
         file.seek(0)
         reader = csv.reader(file, delimiter=separator, strict=True)
         try:
-            names = [name.strip() for name in next(reader, [])]
-            if not names or not all(names) or len(set(names)) < len(names):
+            names = _column_names(next(reader, []))
+            if not names or len(set(names)) < len(names):
                 raise ValueError(
                     f"{path}:1: the first line must name each column once; it has "
                     f"{', '.join(names) or 'nothing'}"
@@ -260,6 +276,12 @@ def _csv_records(path: Path) -> Iterator[tuple[str, dict]]:
             ) from None
 
 
+def _column_names(header: list[str]) -> list[str]:
+    """The names of a table's columns; one without, as of pandas' index, is known by its place."""
+    names = [name.strip() for name in header]
+    return [name or f"column {place}" for place, name in enumerate(names, 1)] if any(names) else []
+
+
 def _separator(path: Path, header: str) -> str:
     """What stands between the names of the columns: the suffix's own, unless the header has only another.
 
@@ -272,7 +294,7 @@ def _separator(path: Path, header: str) -> str:
 def _check_encoding(path: Path):
     """Refuse a text file that is not UTF-8, naming the line."""
     with path.open("rb") as file:
-        _check_utf16(path, file.read(2))
+        _check_text(path, file.read(8))
         file.seek(0)
         for number, line in enumerate(file, 1):
             try:

@@ -49,6 +49,7 @@ class Row:
     prompt_format: str | None = None  # the name in PLAIN_PROMPTS of what plain_prompt was made by
     tools: list | None = None  # JSON schemas that the chat template shows to the model
     excluded: frozenset[int] = frozenset()  # messages that their author took out of training
+    asked: frozenset[int] = frozenset()  # messages of a prompt, whose answers are context
     weight: float = 1.0  # of its loss, relative to other rows; of 0, the row is left out
     unread: tuple[str, ...] = ()  # keys of the record that nothing is made of
     notes: tuple[str, ...] = ()  # what the data report should say of it
@@ -63,17 +64,25 @@ def row_from_record(record: dict, source: str, weight_column: str | None = None)
         raise ValueError(
             f"{source}: expected an object with named fields, found {type(record).__name__}"
         )
-    for keys, build in FORMATS:
-        # Tables give every row the columns of all, as nulls: a format that is all null is not there.
-        if all(key in record for key in keys) and any(record[key] is not None for key in keys):
-            row = build(record, source, *keys)
-            if weight_column is not None:
-                row = replace(row, weight=_weight(record, source, weight_column))
-            read = (*keys, *_READ_BESIDE[build], weight_column)
-            unread = [
-                str(key) for key, value in record.items() if value is not None and key not in read
-            ]
-            return replace(row, unread=tuple(unread)) if unread else row
+    # Tables give every row the columns of all, as nulls or empty cells: a format that is all null is
+    # not there, and one that is all empty only if no other is.
+    there = [
+        (keys, build)
+        for keys, build in FORMATS
+        if all(key in record for key in keys) and any(record[key] is not None for key in keys)
+    ]
+    filled = [(keys, build) for keys, build in there if any(record[key] for key in keys)]
+    for keys, build in (filled or there)[:1]:
+        row = build(record, source, *keys)
+        if weight_column is not None:
+            row = replace(row, weight=_weight(record, source, weight_column))
+        read = (*keys, *_READ_BESIDE[build], weight_column)
+        unread = [
+            str(key)
+            for key, value in record.items()
+            if value not in (None, "", []) and key not in read
+        ]
+        return replace(row, unread=tuple(unread)) if unread else row
     if {"chosen", "rejected"} <= record.keys():
         raise ValueError(
             f"{source}: chosen and rejected answers are for preference optimization, which is not "
@@ -95,18 +104,24 @@ def _chat(record: dict, source: str, key: str) -> Row:
 
 
 def _conversation(
-    record: dict, source: str, messages: list[dict], excluded: frozenset[int], notes: list[str]
+    record: dict,
+    source: str,
+    messages: list[dict],
+    excluded: frozenset[int],
+    notes: list[str],
+    asked: int = 0,
 ) -> Row:
-    """The row of a conversation, with what stands beside the turns."""
+    """The row of a conversation, with what stands beside the turns. asked: turns of the prompt."""
     system = _optional_text(record, source, "system")  # beside the turns in some ShareGPT files
     if system and not any(turn["role"] == "system" for turn in messages):
-        messages = [message("system", system), *messages]
+        messages, asked = [message("system", system), *messages], asked and asked + 1
         excluded = frozenset(turn + 1 for turn in excluded)
     return Row(
         source,
         messages=messages,
         tools=read_tools(record, source),
         excluded=excluded,
+        asked=frozenset(range(asked)),
         notes=tuple(notes),
     )
 
@@ -124,7 +139,9 @@ def _prompt(record: dict, source: str, prompt_key: str, answer_key: str) -> Row:
         asked, off_asked, notes = read_messages(prompt, source, prompt_key)
         answers, off, more_notes = read_messages(answer, source, answer_key)
         excluded = off_asked | {turn + len(asked) for turn in off}
-        return _conversation(record, source, asked + answers, excluded, notes + more_notes)
+        return _conversation(
+            record, source, asked + answers, excluded, notes + more_notes, len(asked)
+        )
     asked = _text(record, source, prompt_key)
     return _question_and_answer(
         record, source, asked, _text(record, source, answer_key), asked, "prompt"

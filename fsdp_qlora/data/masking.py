@@ -20,6 +20,7 @@ import numpy as np
 
 from .conversation_warnings import empty_answers, left_out, untrained_reasoning
 from .formats import Row
+from .messages import check_encodable
 from .templates import CUT, ChatTemplate, UnusableRow, sentinel
 
 TRAIN_ON = ("completion", "all")
@@ -130,45 +131,49 @@ def _render_or_reason(row: Row, chat: ChatTemplate) -> _Rendered | UnusableRow:
     if not row.weight:
         return UnusableRow("weight 0 in --weight_column")
     try:
-        return _render_row(row, chat)
+        rendered = _render_row(row, chat)
     except UnusableRow as reason:
         return reason
+    check_encodable(rendered.text, f"{row.source}: its text in the chat template")
+    return rendered
 
 
 def _render_chat(row: Row, chat: ChatTemplate) -> _Rendered:
-    messages, text = chat.fit(chat.shield(row.messages), row.tools)
+    tools = chat.shield(row.tools)
+    messages, text = chat.fit(chat.shield(row.messages), tools)
     first = len(row.messages) - len(messages)  # 1 where the system message is folded into the next
     excluded = {turn - first for turn in row.excluded}
+    untrained = excluded | {turn - first for turn in row.asked}
     spans = {
         turn: span
         for turn, message in enumerate(messages)
         if message["role"] == "assistant"
-        if (span := _turn_span(messages, turn, text, row.tools, chat)) is not None
+        if (span := _turn_span(messages, turn, text, tools, chat)) is not None
     }
     ends_open = bool(spans) and messages[-1]["role"] == "assistant" and not chat.closings
     if ends_open:
         text = text[: spans[max(spans)][1]]
     notes = [
-        *left_out(messages, row.tools, text, chat),
-        *empty_answers(messages, excluded),
-        *untrained_reasoning(messages, spans, text, excluded),
-        *_spelled_tokens(row.messages, text, chat),
+        *left_out(messages, tools, text, chat),
+        *empty_answers(messages, untrained),
+        *untrained_reasoning(messages, spans, text, untrained),
+        *_spelled_tokens([*row.messages, *(row.tools or [])], chat),
     ]
     cuts = _cuts(text)
     trained, not_trained = (
         [
             tuple(place - len(CUT) * bisect_left(cuts, place) for place in span)
             for turn, span in spans.items()
-            if (turn in excluded) == is_excluded
+            if turn in turns
         ]
-        for is_excluded in (False, True)
+        for turns in (spans.keys() - untrained, excluded)
     )
     return _Rendered(
         text.replace(CUT, ""),
         trained,
         folded_system=first > 0,
         excluded=not_trained,
-        add_eos=ends_open and max(spans) not in excluded,
+        add_eos=ends_open and max(spans) not in untrained,
         notes=notes,
         cuts=[place - len(CUT) * number for number, place in enumerate(cuts)],
     )
@@ -183,9 +188,9 @@ def _cuts(text: str) -> list[int]:
     return found
 
 
-def _spelled_tokens(messages: list[dict], text: str, chat: ChatTemplate) -> list[str]:
-    """Lines on special tokens that contents spell: as text where the text is cut, else as they are."""
-    contents = "\n".join(json.dumps(turn, ensure_ascii=False) for turn in messages)
+def _spelled_tokens(given: list[dict], chat: ChatTemplate) -> list[str]:
+    """Lines on special tokens that turns and tools spell: as text where the text is cut, else as they are."""
+    contents = "\n".join(json.dumps(part, ensure_ascii=False) for part in given)
     spelled = sorted(token for token in chat.special_tokens if token in contents)
     if not spelled:
         return []
@@ -210,8 +215,9 @@ def _render_prompt(row: Row, chat: ChatTemplate) -> str:
         return chat.render(asked, template=chat.asks_with).removeprefix(
             chat.tokenizer.bos_token or ""
         )
-    messages, _ = chat.fit(chat.shield(asked), row.tools)
-    return chat.render(messages, row.tools, add_generation_prompt=True)
+    tools = chat.shield(row.tools)
+    messages, _ = chat.fit(chat.shield(asked), tools)
+    return chat.render(messages, tools, add_generation_prompt=True)
 
 
 def _turn_span(

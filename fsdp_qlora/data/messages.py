@@ -42,6 +42,8 @@ _SWITCHES = (
 _PARTIAL_SWITCHES = ("train_detail", "training_detail")
 
 TOOLS_KEYS = ("tools", "tool_defs", "functions")
+# Names of the reasoning before an answer, under which templates look for it too.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def read_messages(turns, source: str, key: str) -> tuple[list[dict], frozenset[int], list[str]]:
@@ -141,6 +143,7 @@ def _turn(turn: dict, source: str) -> tuple[dict, dict]:
                 'set "train" for the whole turn'
             )
     switches = {key: rest.pop(key) for key in _SWITCHES if key in rest}
+    rest |= {key: _content(rest[key], source, key) for key in REASONING if key in rest}
     if calls := _tool_calls(rest, source):
         rest["tool_calls"] = calls
     return {"role": role, "content": _content(turn.get(content_key), source), **rest}, switches
@@ -158,14 +161,14 @@ def _is_on(value, key: str, source: str) -> bool:
     )
 
 
-def _content(content, source: str) -> str:
+def _content(content, source: str, key: str = "content") -> str:
     """Content as one string; the text parts of a list ([{"type": "text", ...}]) are joined."""
     if content is None:
         return ""
     if not isinstance(content, list):
-        return checked_text(content, source, "content")
+        return checked_text(content, source, key)
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-        raise ValueError(f"{source}: 'content' has parts other than text; only text is supported")
+        raise ValueError(f"{source}: '{key}' has parts other than text; only text is supported")
     return "".join(checked_text(part.get("text"), source, "text") for part in content)
 
 
@@ -218,12 +221,16 @@ def checked_text(value, source: str, key: str) -> str:
             f"{source}: '{key}' is {found}; expected text in quotes (drop the row, or write \"\" if "
             "it is empty)"
         )
+    check_encodable(value, f"{source}: '{key}'")
+    return value
+
+
+def check_encodable(text: str, what: str):
+    """Refuse text that no tokenizer can encode: JSON allows "\\ud83d" alone."""
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        # JSON allows "\ud83d" alone, but no tokenizer can encode it.
         raise ValueError(
-            f"{source}: '{key}' holds a lone surrogate (half of a character) at position "
+            f"{what} holds a lone surrogate (half of a character) at position "
             f"{error.start}; remove it, or export with errors='replace'"
         ) from None
-    return value

@@ -17,6 +17,7 @@ import re
 from functools import cached_property
 
 from . import template_bounds
+from .messages import REASONING
 
 _OVERRUNS = 20  # of a template's bounds, before the run stops
 _REASON_LENGTH = 200
@@ -33,9 +34,6 @@ FALLBACK_TEMPLATE = (
 
 # Begins a template that this package gave a tokenizer without one (prompt_format.py).
 MADE_HERE = "{#- how fsdp_qlora asked in training -#}"
-
-# Names under which templates look for the reasoning before an answer.
-REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # Llama 3.1 ends a call of a built-in tool with this token in place of <|eot_id|>.
 _TOOL_CALL_END = "<|eom_id|>"
@@ -80,7 +78,7 @@ class ChatTemplate:
             raise UnusableRow("no messages")
         source = self.tokenizer.get_chat_template(template or self.template, tools)
         try:
-            return template_bounds.render(
+            text = template_bounds.render(
                 source,
                 **self.tokenizer.special_tokens_map,
                 messages=messages,
@@ -88,6 +86,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+            return text.replace(ESCAPED_CUT, "")
         except Exception as error:  # a program of others may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:_REASON_LENGTH]
             if isinstance(error, template_bounds.OverBudget):
@@ -186,26 +185,21 @@ class ChatTemplate:
         )
         return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def shield(self, messages: list[dict]) -> list[dict]:
-        """The messages with a CUT inside each control token that a content or reasoning spells.
+    def shield(self, given):
+        """Messages or tools with a CUT inside each control token that a text in them spells, at any depth.
 
         Such a token would end an answer in its middle, or forge a turn. Where text is cut it is
         tokenised apart, so that the control token is not seen.
         """
         if self._spelled is None or self.adds_space:
-            return messages
-        return [
-            {
-                key: self._cut(value) if key in ("content", *REASONING) else value
-                for key, value in turn.items()
-            }
-            for turn in messages
-        ]
-
-    def _cut(self, text):
-        if not isinstance(text, str) or CUT in text:
-            return text
-        return self._spelled.sub(lambda found: found[0][0] + CUT + found[0][1:], text)
+            return given
+        if isinstance(given, dict):
+            return {self.shield(key): self.shield(value) for key, value in given.items()}
+        if isinstance(given, list):
+            return [self.shield(part) for part in given]
+        if not isinstance(given, str) or CUT in given:
+            return given
+        return self._spelled.sub(lambda found: found[0][0] + CUT + found[0][1:], given)
 
     @cached_property
     def adds_space(self) -> bool:
@@ -302,6 +296,9 @@ class ChatTemplate:
 
 
 CUT = "\ue0f0CUT\ue0f1"  # as `sentinel`, to mark a place in a text
+ESCAPED_CUT = repr(CUT)[
+    1:-1
+]  # where a template writes an object as Python does: no place to cut at
 
 
 def sentinel(turn: int) -> str:
@@ -340,7 +337,8 @@ def _arguments_of(messages: list[dict]) -> list[dict]:
 def _writes_python(messages: list[dict], text: str) -> bool:
     """Whether `text` has the arguments of a tool call as Python writes a dict, and not as JSON."""
     return any(
-        str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
+        str(arguments).replace(ESCAPED_CUT, "") in text
+        and json.dumps(arguments, ensure_ascii=False) not in text
         for arguments in _arguments_of(messages)
     )
 

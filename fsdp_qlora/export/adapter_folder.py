@@ -316,14 +316,23 @@ class AdapterFolder:
         return transposed
 
 
+def why_no_adapter(folder: Path) -> str:
+    """What a folder without adapter_config.json is, and what to give instead."""
+    if (folder / "config.json").is_file():
+        return "it is a whole model, which needs no merge; give it as --model_name"
+    inside = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}"))
+    if inside:
+        return f"no {CONFIG_FILE} there; give {inside[0]}"
+    if (folder / "model" / "config.json").is_file():
+        return f"no {CONFIG_FILE} there; give the whole model as --model_name {folder / 'model'}"
+    return f"no {CONFIG_FILE} there; give the folder that training saved, such as output/adapter"
+
+
 def read_adapter_config(folder: Path) -> dict:
     """adapter_config.json with PEFT's defaults for what it leaves out. Raises ValueError."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(
-            f"--adapter_folder {folder}: no {CONFIG_FILE} there; give the folder that "
-            "training saved, such as output/adapter"
-        )
+        raise ValueError(f"--adapter_folder {folder}: {why_no_adapter(folder)}")
     try:
         config = from_json(path.read_text())
         if config.get("peft_type") != "LORA":

@@ -49,16 +49,20 @@ def _greedy_answers(
     stops: Sequence[int],
     pad_token_id: int = 0,
     packing: bool = False,
+    positions: int | None = None,
     agree: Callable[..., list[int]] | None = None,
 ) -> list[list[int]]:
     """The most likely next tokens of each prompt until a token of `stops`, which is left out.
 
-    Every rank must call it, with the same prompts. packing: as the model was built. agree: sums counts
-    over ranks before each forward; may raise.
+    Every rank must call it, with the same prompts. packing: as the model was built. positions: tokens of
+    a row that the model takes, at which answers end too. agree: sums counts over ranks before each
+    forward; may raise.
     """
     ranks = ranks_from_env()
     longest = max(map(len, prompts)) + max_new_tokens
     width = -(-longest // _WIDTH) * _WIDTH
+    if positions:
+        width = min(width, positions)
     mine = list(prompts[ranks.rank :: ranks.world_size])
     rows = torch.full(
         (max(1, len(mine)), width), pad_token_id
@@ -80,6 +84,7 @@ def _greedy_answers(
                 if is_open[i]:
                     rows[i, ends[i]] = token
                 ends[i] += is_open[i]
+                is_open[i] &= ends[i] < width
     found = [row[start:end].tolist() for row, start, end in zip(rows, starts, ends, strict=True)]
     by_rank = gather_over_ranks(found)
     return [by_rank[i % ranks.world_size][i // ranks.world_size] for i in range(len(prompts))]

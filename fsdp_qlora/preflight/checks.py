@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..catalog.families import positions_of
+from ..catalog.families import positions_in
 from ..config import RunConfig, block_policies
 from ..dist import Ranks, resolve_shard_group_size
 from ..experts import check_router_balance
@@ -66,11 +66,7 @@ def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
     """Refuse rows longer than the model's positions, which it was never trained at, and tokens that it
     does not embed. settings: the model's, grown by what --added_tokens adds.
     """
-    settings = settings.get_text_config()
-    positions = positions_of(
-        settings.to_dict()
-        | dict(max_position_embeddings=getattr(settings, "max_position_embeddings", None))
-    )  # by any name
+    positions = positions_in(settings)
     found = [rows for rows in (data.rows, data.held_out) if rows is not None]
     longest = max(int(rows.lengths.max(initial=0)) for rows in found)
     if positions and longest > positions:
@@ -80,4 +76,4 @@ def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
             "longer rows"
         )
     for rows in found:
-        rows.check_vocab_size(settings.vocab_size)
+        rows.check_vocab_size(settings.get_text_config().vocab_size)

@@ -7,6 +7,7 @@ from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
+from ..catalog.families import positions_in
 from ..config import RunConfig
 from ..config.settings import counted
 from ..data import (
@@ -99,8 +100,26 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
             "the tokenizer has no chat template; the saved tokenizer gets one with the prompt "
             f"format of these rows ({asked})"
         )
-    choose_prompts(config, tokenizer, held_out)  # a mistake in them is said here, on every rank
+    _check_prompts(config, tokenizer, held_out)
     return data
+
+
+def _check_prompts(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: TokenizedDataset | Subset | None,
+):
+    """A mistake in prompts is said before the ranks meet, on every rank."""
+    prompts = choose_prompts(config, tokenizer, held_out)
+    if not config.sample_prompts:
+        return  # rows of the data, which are checked as such
+    positions = positions_in(read_config(config.model_name, **config.source))
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if positions and longest >= positions:
+        raise ValueError(
+            f"--sample_prompts {config.sample_prompts}: a prompt of {longest:,} tokens leaves no room for "
+            f"an answer in the model's {positions:,} positions; shorten it"
+        )
 
 
 def read_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..build import build_model
+from ..catalog.families import positions_in
 from ..checkpoint import (
     Boundary,
     CheckpointWriter,
@@ -130,7 +131,7 @@ def _train_found(
     describe(model, config, plan, loader, loaded)
     state = _build_state(config, plan, model, loader, tokenizer, held_out, device)
     boundary = _restored(state, found) if found.folder else state.boundary(0)
-    answerer = _build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
+    answerer = _build_answerer(config, tokenizer, held_out, model.config, device)
     record = record_beside_weights(config, found.content["data"], device)
     start = start_record(
         config,
@@ -309,7 +310,7 @@ def _build_answerer(
     config: RunConfig,
     tokenizer,
     held_out: TokenizedDataset | Subset | None,
-    vocab_size: int,
+    settings: PretrainedConfig,
     device: torch.device,
 ) -> Answerer | None:
     """What answers the prompts of --samples and --sample_prompts."""
@@ -322,7 +323,8 @@ def _build_answerer(
         device,
         config.sample_tokens,
         packing=config.packing,
-        pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
+        positions=positions_in(settings),
+        pad_token_id=choose_pad_token_id(tokenizer, settings.vocab_size),
     )
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
@@ -88,6 +88,35 @@ def test_a_prompt_is_what_stands_before_the_first_answer():
     assert (prompt.ids, prompt.reference) == ([1, 2], [3, 4])
     assert _prompt_of(ids, torch.tensor([ignored, 2, 3, 4, 5, 6])) is None  # all of it is trained
     assert _prompt_of(ids, torch.full((6,), ignored)) is None
+
+
+def short_rows(folder: str) -> list[list[int]]:
+    """Answers of a model of 8 positions, which has no embedding for a ninth."""
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.observe.samples import _greedy_answers
+
+    device = torch.device("cpu")
+    model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=RANK), device)
+    return _greedy_answers(model, PROMPTS, device, max_new_tokens=NEW, stops=[], positions=8)
+
+
+def test_answers_end_at_the_models_positions(tmp_path):
+    settings = GPT2Config(
+        vocab_size=97, n_positions=8, n_embd=64, n_layer=1, n_head=2, eos_token_id=0
+    )
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    for answers in run_ranks(short_rows, 2, str(tmp_path)):
+        assert [len(ids) for ids in answers] == [8 - len(ids) for ids in PROMPTS]
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused_before_anything_is_read(run, capsys):
+    base, argv = run
+    (base / "prompts.txt").write_text("short\n" + "x" * 120)
+    flags = ["--sample_prompts", str(base / "prompts.txt"), "--output_dir", str(base / "none")]
+    assert main([*argv, *flags]) == 2
+    says = "a prompt of 139 tokens leaves no room for an answer in the model's 128 positions"
+    assert says in capsys.readouterr().err
+    assert not (base / "none").exists()
 
 
 @pytest.fixture(scope="module")

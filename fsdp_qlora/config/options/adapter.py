@@ -48,7 +48,7 @@ class AdapterOptions:
         32,
         "adapters are scaled by lora_alpha / lora_rank",
         on_resume=DEFINES_WEIGHTS,
-        least=0,
+        least=1,
         no_effect=rules.LORA,
     )
     use_rslora: bool = opt(
