@@ -249,6 +249,9 @@ def test_a_compressed_file_is_refused_with_what_unpacks_it(tmp_path, suffix, mod
     command = f"{kind} -dc rows.{suffix} > plain-rows.{suffix}"
     with pytest.raises(ValueError) as error:
         read_rows(path)
-    assert str(error.value) == f"{path}:1: this is {kind}, not text; unpack it: {command}"
+    assert (
+        str(error.value)
+        == f"{path}:1: this is {kind}, not text; unpack, export or rename it: {command}"
+    )
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     assert (tmp_path / f"plain-rows.{suffix}").read_bytes() == b"text\na\n"

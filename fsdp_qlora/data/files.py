@@ -193,12 +193,12 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
 
 # What a file is that begins with these bytes, and what makes text of it.
 _NO_TEXT = {
-    b"\x1f\x8b": ("gzip", "unpack it: gzip -dc {0} > plain-{0}"),
-    b"BZh": ("bzip2", "unpack it: bzip2 -dc {0} > plain-{0}"),
-    b"\xfd7zXZ": ("xz", "unpack it: xz -dc {0} > plain-{0}"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unpack it: zstd -dc {0} > plain-{0}"),
-    b"PK\x03\x04": ("a zip file or a spreadsheet", "unzip it, or export the sheet as .csv"),
-    b"PAR1": ("Parquet", "rename it: mv {0} {0}.parquet"),
+    b"\x1f\x8b": ("gzip", "gzip -dc {0} > plain-{0}"),
+    b"BZh": ("bzip2", "bzip2 -dc {0} > plain-{0}"),
+    b"\xfd7zXZ": ("xz", "xz -dc {0} > plain-{0}"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc {0} > plain-{0}"),
+    b"PK\x03\x04": ("a zip file or a spreadsheet", "unzip {0}, or export a sheet as .csv"),
+    b"PAR1": ("Parquet", "mv {0} {0}.parquet"),
 }
 
 
@@ -206,9 +206,10 @@ def _check_text(path: Path, head: bytes):
     """Refuse a file that says by its first bytes that it is no text, or UTF-16."""
     for mark, (kind, remedy) in _NO_TEXT.items():
         if head.startswith(mark):
-            raise ValueError(f"{path}:1: this is {kind}, not text; {remedy.format(path.name)}")
-    if head.startswith(mark):
-        raise ValueError(f"{path}:1: the file is no text but {kind}; unpack it first: {remedy}")
+            raise ValueError(
+                f"{path}:1: this is {kind}, not text; unpack, export or rename it: "
+                f"{remedy.format(path.name)}"
+            )
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
             f"{path}:1: the file is UTF-16; convert it: "
