@@ -304,3 +304,24 @@ def test_generation_stops_at_the_end_of_turn_and_at_eos():
 def test_text_without_an_eos_token_is_refused():
     with pytest.raises(ValueError, match="no eos_token, so the model can't learn to stop"):
         encode(Row("test", text="Hello"), make_tokenizer("chatml", eos=None))
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3", "mistral"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_prompt_that_is_in_the_template_already_is_not_written_in_it_again(template, ended):
+    """As scripts for other trainers prepare their rows: the tokens are those of the conversation."""
+    tokenizer = make_tokenizer(template, adds_bos=True)
+    asked, whole = (
+        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks)
+        for turns, asks in ((chat("Hello"), True), (chat("Hello", "I am"), False))
+    )
+    answer = whole[len(asked) :].rstrip()
+    answer = answer if ended else answer.partition("I am")[0] + "I am"
+    row = row_from_record({"prompt": asked, "completion": answer}, "test")
+    plain = row_from_record({"messages": chat("Hello", "I am")}, "test")
+    found, expected = encode_rows([row, plain], ChatTemplate(tokenizer))
+    assert trained_text(found, tokenizer) == trained_text(expected, tokenizer)
+    ids = found.input_ids.tolist()
+    assert expected.input_ids.tolist()[: len(ids)] == ids
+    assert list(found.notes) == ["prompts are in the chat template already, and stay as they are"]
+    assert encode_prompt(row, tokenizer) == encode_prompt(plain, tokenizer)

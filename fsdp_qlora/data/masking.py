@@ -84,7 +84,7 @@ def encode_prompt(row: Row | list[dict], tokenizer) -> list[int]:
         row = Row("prompt", messages=row)
     if row.text is not None:
         text = row.text
-    elif chat.is_fallback and row.plain_prompt is not None:
+    elif (chat.is_fallback or _is_written(row, chat)) and row.plain_prompt is not None:
         text = row.plain_prompt
     else:
         text = _render_prompt(row, chat)
@@ -116,7 +116,26 @@ def _render_row(row: Row, chat: ChatTemplate) -> _Rendered:
             *(["tools are left out, as there is no chat template"] if row.tools else []),
         ]
         return _Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
-    return _render_chat(row, chat)
+    return _render_written(row, chat) if _is_written(row, chat) else _render_chat(row, chat)
+
+
+def _is_written(row: Row, chat: ChatTemplate) -> bool:
+    """Whether the prompt of a row is in the chat template already, so that it must not be written again."""
+    return (
+        row.prompt_format == "prompt"
+        and len(row.messages) == 2
+        and not row.tools
+        and chat.has_written(row.plain_prompt)
+    )
+
+
+def _render_written(row: Row, chat: ChatTemplate) -> _Rendered:
+    """A prompt that is in the chat template, as it is, with its answer closed as the template does."""
+    answer = row.messages[-1]["content"]
+    closing = "" if answer.rstrip().endswith(chat.end_tokens) else "".join(chat.closings[:1])
+    start, text = len(row.plain_prompt), f"{row.plain_prompt}{answer}{closing}"
+    note = "prompts are in the chat template already, and stay as they are"
+    return _Rendered(text, [(start, len(text.rstrip()))], add_eos=not chat.closings, notes=[note])
 
 
 def _kept(text: str, chat: ChatTemplate) -> list[str]:

@@ -153,6 +153,22 @@ class ChatTemplate:
                 continue
         return None
 
+    def has_written(self, prompt: str) -> bool:
+        """Whether a prompt ends with what this template asks for an answer with."""
+        return bool(self._asking) and prompt.rstrip().endswith(self._asking)
+
+    @cached_property
+    def _asking(self) -> str:
+        """What stands behind the last question; empty if no control token is in it."""
+        if self.is_fallback:
+            return ""
+        try:
+            asked = self.render([dict(role="user", content=sentinel(0))], None, True)
+        except UnusableRow:
+            return ""
+        behind = asked.partition(sentinel(0))[2].strip()
+        return behind if any(token in behind for token in self.special_tokens) else ""
+
     # ---- control tokens in contents ----
 
     @cached_property
