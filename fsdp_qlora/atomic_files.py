@@ -41,7 +41,7 @@ def _sync_all(folder: Path):
 
 def write_text(path: Path, text: str):
     """A text file that is on the disk when this returns."""
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -524,3 +524,20 @@ def test_a_terminal_that_lacks_a_character_is_shown_its_escape(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "\\u4e16<|im_end|>" in done.stdout
     assert "unused fields: \\ud83d (1 row)" in done.stdout
+
+
+def test_files_are_utf8_whatever_the_locale_is(tmp_path):
+    """Tokens to add, a chat template in a Modelfile, the settings of a model."""
+    (tmp_path / "tokens.txt").write_text("<é>\n", encoding="utf-8")
+    code = (
+        "import locale, pathlib, sys\n"
+        "from fsdp_qlora.atomic_files import write_text\n"
+        "from fsdp_qlora.config.lists import token_list\n"
+        "assert locale.getencoding().lower() != 'utf-8'\n"
+        "[token] = token_list(sys.argv[1])\n"
+        "write_text(pathlib.Path(sys.argv[2]), token)"
+    )
+    locale = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    asked = [sys.executable, "-c", code, *(str(tmp_path / n) for n in ("tokens.txt", "out"))]
+    subprocess.run(asked, check=True, cwd=ROOT, env=os.environ | locale)
+    assert (tmp_path / "out").read_bytes() == "<é>".encode()

@@ -438,7 +438,7 @@ def model_shape(model: str | Path | dict) -> ModelShape:
 def _read_json(path: Path) -> dict:
     """A JSON object of a file; ValueError, naming it, if it is something else."""
     try:
-        found = from_json(path.read_text())
+        found = from_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(
             f"--model_name {path}: not a config.json ({error}); give the model's folder, "

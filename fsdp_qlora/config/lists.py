@@ -56,7 +56,7 @@ def token_list(text: str | None) -> list[str]:
     path = Path(text).expanduser()
     try:
         is_file = path.is_file() or path.suffix == ".txt"
-        parts = path.read_text().splitlines() if is_file else text.split(",")
+        parts = path.read_text(encoding="utf-8").splitlines() if is_file else text.split(",")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", error)
         raise ValueError(

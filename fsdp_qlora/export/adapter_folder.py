@@ -334,7 +334,7 @@ def read_adapter_config(folder: Path) -> dict:
     if not path.is_file():
         raise ValueError(f"--adapter_folder {folder}: {why_no_adapter(folder)}")
     try:
-        config = from_json(path.read_text())
+        config = from_json(path.read_text(encoding="utf-8"))
         if config.get("peft_type") != "LORA":
             raise ValueError(f"peft_type is {config.get('peft_type')}, but only LORA is supported")
         config = {**LoraConfig().to_dict(), **config}

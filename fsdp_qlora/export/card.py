@@ -75,7 +75,7 @@ def write_card(
     """
     adapter = _read_adapter(merged[0] if merged else folder)
     text = _card_text(run, adapter, _read_metrics(metrics), merged and merged[1])
-    (folder / CARD_FILE).write_text(ModelCard(text).content)
+    (folder / CARD_FILE).write_text(ModelCard(text).content, encoding="utf-8")
 
 
 def _card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | None = None) -> str:
@@ -231,7 +231,7 @@ def _read_adapter(folder: Path) -> dict:
 def _read_metrics(path: Path | None) -> list[dict]:
     """Lines of a metrics.jsonl; none if there is no such file, or for a line that was cut off."""
     lines = []
-    for text in path.read_text().splitlines() if path and path.is_file() else []:
+    for text in path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []:
         try:
             lines.append(from_json(text))
         except ValueError:

@@ -23,7 +23,7 @@ def write_generation_settings(model: nn.Module, folder: Path):
     """The generation settings of a model, unchecked: some bases have those that can't be combined."""
     settings = getattr(model, "generation_config", None)
     if settings is not None:
-        (folder / GENERATION_FILE).write_text(settings.to_json_string())
+        (folder / GENERATION_FILE).write_text(settings.to_json_string(), encoding="utf-8")
 
 
 def stop_at_trained_ends(folder: Path, tokenizer):
@@ -40,4 +40,4 @@ def stop_at_trained_ends(folder: Path, tokenizer):
         return
     stops = known + added
     settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
-    (folder / GENERATION_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / GENERATION_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

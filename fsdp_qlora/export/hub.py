@@ -89,7 +89,7 @@ def content(path: Path) -> str | bytes:
     ):
         return json.dumps(_for_others(read_object(path)), indent=2).encode()
     if path.name == CARD_FILE:
-        return redact(path.read_text()).replace(str(Path.home()), "~").encode()
+        return redact(path.read_text(encoding="utf-8")).replace(str(Path.home()), "~").encode()
     return str(path)
 
 

@@ -82,7 +82,7 @@ def _drop_inline_template(folder: Path):
         return
     config = read_object(path)
     if config.pop("chat_template", None) is not None:
-        path.write_text(json.dumps(config, indent=2))
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _stop_at_ends_of(folder: Path):
@@ -114,7 +114,8 @@ def _write_config(folder: Path, base: Path, settings: dict):
     (folder / "config.json").write_text(
         json.dumps(
             {k: v for k, v in config.items() if k not in settings or v is not None}, indent=2
-        )
+        ),
+        encoding="utf-8",
     )
 
 

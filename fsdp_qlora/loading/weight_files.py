@@ -186,7 +186,7 @@ class Checkpoint:
         if not index.is_file():
             return
         try:
-            names = sorted(set(from_json(index.read_text())["weight_map"].values()))
+            names = sorted(set(from_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{index} is not an index of safetensors files ({first_line(error)}); "
