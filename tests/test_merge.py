@@ -468,7 +468,7 @@ def test_a_tensor_without_a_place_is_refused_and_never_left_out(refused):
 
 def test_an_existing_folder_a_missing_one_and_a_base_that_can_not_be_had_are_refused(refused):
     assert "already exists" in refused("--output_dir", str(refused.folder / "base"))
-    assert "no adapter_config.json" in refused("--adapter_folder", str(refused.folder / "base"))
+    assert "it is a whole model" in refused("--adapter_folder", str(refused.folder / "base"))
     assert "--base_quant nf4" in refused("--merge_base", "dequantized")
     assert "does not exist" in refused(base=str(refused.folder / "absent"))
 
