@@ -98,8 +98,9 @@ def _embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
 
 
 def _projected(layer: nn.Linear, forward, hidden: Tensor) -> Tensor:
-    """The head's logits, where they are asked for whole."""
-    return nn.functional.linear(hidden, gathered_weight(layer.weight, hidden.device), layer.bias)
+    """The head's logits, where they are asked for whole; in fp32 if the head is (`cast_lm_head_to_fp32`)."""
+    weight = gathered_weight(layer.weight, hidden.device)
+    return nn.functional.linear(hidden.to(weight.dtype), weight, layer.bias)
 
 
 @torch.no_grad()

@@ -129,3 +129,18 @@ def test_while_blocks_run_no_rank_has_more_than_its_rows(family, layers, folders
         assert len(found) == 2
         for held in found:
             assert len(held) == layers and all(rows in (48, 49) for rows in held)
+
+
+def test_a_head_in_fp32_over_a_model_in_16_bits_gives_logits_in_fp32(folders):
+    """As a trainer's `cast_lm_head_to_fp32` makes it; generation runs outside of autocast."""
+    from fsdp_qlora.memory.vocab_parallel import apply_vocab_parallel
+
+    model = plain_model(folders[False], dtype=torch.bfloat16)
+    head = model.lm_head.float()
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state
+        apply_vocab_parallel(model)
+        logits = model(ids).logits
+    assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
+    assert torch.equal(logits, torch.nn.functional.linear(hidden.float(), head.weight))
