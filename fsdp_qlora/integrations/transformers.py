@@ -71,7 +71,8 @@ class ShardedTrainerMixin:
     them. activation_policy: as --activation_policy; None recomputes blocks where the trainer's
     gradient_checkpointing is on. mlp_tiles, attention_tiles: as the flags, for long rows. compile:
     torch.compile each block, for rows of any length. compute_dtype: "fp8" multiplies frozen weights in
-    fp8. use_cpu_offload: frozen weights wait in host memory. use_activation_cpu_offload: what recomputed
+    fp8. use_cpu_offload: frozen weights wait in host memory, but for the embedding and head where the
+    trainer reads the head itself, as TRL's do. use_activation_cpu_offload: what recomputed
     blocks keep, their inputs and under keep_attention attention's outputs, waits there for the backward.
     padding_free: compute the rows of a batch without their padding, where that is exact; TRL's own setting
     of this name may be on beside it.
@@ -83,6 +84,7 @@ class ShardedTrainerMixin:
     _copies_adapter = (
         False  # the trainer has a reference policy: a copy of the adapter a model comes with
     )
+    _reads_head = False  # the trainer multiplies with the head's weight itself, where it lies
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class ShardedTrainerMixin:
             check_trained(self.model)
         if compute_dtype not in ("bf16", "fp8"):
             raise ValueError(f"compute_dtype={compute_dtype!r}: use bf16 or fp8")
-        on_host = OnHost(use_cpu_offload, False, use_cpu_offload)
+        on_host = OnHost(use_cpu_offload, False, use_cpu_offload and not self._reads_head)
         if compute_dtype == "fp8":
             apply_fp8(self.model, self.args.device)
         policies = self._apply_activation_policy(activation_policy, mlp_tiles, attention_tiles)

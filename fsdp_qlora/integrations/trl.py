@@ -15,23 +15,25 @@ from .transformers import ShardedTrainerMixin
 class SFTTrainer(ShardedTrainerMixin, trl.SFTTrainer):
     """`trl.SFTTrainer`; see `ShardedTrainerMixin` for what it takes besides."""
 
+    _reads_head = True
+
 
 class DPOTrainer(ShardedTrainerMixin, trl.DPOTrainer):
     """`trl.DPOTrainer`; see `ShardedTrainerMixin` for what it takes besides."""
 
-    _copies_adapter = True
+    _copies_adapter = _reads_head = True
 
 
 class KTOTrainer(ShardedTrainerMixin, trl.KTOTrainer):
     """`trl.KTOTrainer`; see `ShardedTrainerMixin` for what it takes besides."""
 
-    _copies_adapter = True
+    _copies_adapter = _reads_head = True
 
 
 class GRPOTrainer(ShardedTrainerMixin, trl.GRPOTrainer):
     """`trl.GRPOTrainer`; see `ShardedTrainerMixin` for what it takes besides."""
 
-    _copies_adapter = True
+    _copies_adapter = _reads_head = True
 
 
 class RewardTrainer(ShardedTrainerMixin, trl.RewardTrainer):

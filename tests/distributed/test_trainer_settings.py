@@ -220,12 +220,23 @@ def test_adapters_that_are_loaded_over_a_streamed_model_keep_their_values(folder
 
 
 def steps(folder: str, output: str) -> dict:
-    """Curves with fp16's loss scale and without, and the groups of an 8-bit optimizer."""
+    """Curves with fp16's loss scale and without, the groups of an 8-bit optimizer, and what is offloaded."""
     from peft import LoraConfig
 
-    from fsdp_qlora.integrations import trl
+    from fsdp_qlora.integrations import transformers, trl
 
     found = {}
+    shard_and_load = transformers.shard_and_load
+
+    def seen(model, *args, on_host, **more):
+        found["on host"] = on_host
+        return shard_and_load(model, *args, on_host=on_host, **more)
+
+    transformers.shard_and_load = seen
+    for kind in ("SFT", "Reward"):
+        trainer(trl, kind, folder, folder, output, {}, use_cpu_offload=True)
+        found[kind] = (found["on host"].frozen, found["on host"].vocabulary)
+    transformers.shard_and_load = shard_and_load
     for max_norm in (0.5, 0.0):
         for scale in (None, 2.0**14):
             given = dict(optim="sgd", learning_rate=0.5, max_grad_norm=max_norm)
@@ -257,6 +268,8 @@ def test_steps_are_those_that_the_arguments_ask_for(folder, tmp_path):
     for found in run_ranks(steps, 2, folder, str(tmp_path)):
         for max_norm in (0.5, 0.0):
             assert found[max_norm, 2.0**14] == found[max_norm, None] != []
+        # TRL's fused losses take the hidden states to where the head's weight lies.
+        assert found["SFT"] == (True, False) and found["Reward"] == (True, True)
         kind, groups = found["8bit"]
         assert kind == "CompactAdamW"
         (decayed, decay, *rest), (others, none, *_) = groups
