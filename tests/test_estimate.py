@@ -64,9 +64,12 @@ def test_stored_weights_of_each_build_of_blocks_are_those_of_the_built_model(fam
     model, shape = built(family_config(family), plan)
     found = resident_bytes(shape, plan)
     stored = sum(p.nbytes for p in model.parameters())
-    # ERNIE keeps its routers in fp32 in a model of 16 bits; estimates leave that out.
+    # In a model of 16 bits ERNIE keeps its routers in fp32, and OLMo Hybrid a number of each head; estimates
+    # leave that out.
     kept = [
-        p for n, p in model.named_parameters() if ".mlp.gate." in n and p.dtype == torch.float32
+        p
+        for n, p in model.named_parameters()
+        if (".mlp.gate." in n or n.endswith(".A_log")) and p.dtype == torch.float32
     ]
     assert sum(found.values()) == stored - sum(p.nbytes for p in kept) / 2
     assert sum(p.nbytes for p in kept) < 0.01 * stored

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..config.run import chunk_tokens
@@ -209,10 +210,10 @@ def _counted(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The tokens (N, D) that have a label, with it and their weight; on a GPU all of them.
 
-    There the host would have to wait for their number.
+    There the host would have to wait for their number; of fake tensors nobody knows it.
     """
     weights = None if weights is None else weights.flatten()
-    if hidden.device.type != "cpu":
+    if hidden.device.type != "cpu" or detect_fake_mode(hidden):
         return hidden, labels, weights
     found = (labels != IGNORE).nonzero().flatten()
     return hidden[found], labels[found], None if weights is None else weights[found]
