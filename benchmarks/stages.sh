@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What docs/performance.md, memory.md, planner.md and checkpoints.md still lack, on one, two or four GPUs of a
 # machine, in stages of up to ten minutes; rows and logs go into a folder. ECHO=echo only prints commands.
-#   benchmarks/stages.sh 1 /tmp/rows auto packed dpo recipes adapted long mixtures hybrids demo tests
+#   benchmarks/stages.sh 1 /tmp/rows auto packed dpo dpo_mixed recipes adapted long mixtures hybrids demo tests
 #   benchmarks/stages.sh 2 /tmp/rows tests checkpoints replayed memory auto shared packed trl gathers experts
 #   benchmarks/stages.sh 4 /tmp/rows replayed loading shared packed strategies experts
 # Checkpoints are made in /dev/shm: 16 GB for 8B, 61 for `mixtures`, 140 for `loading`. `trl` and `dpo` need
@@ -51,6 +51,7 @@ recipes() {  # NAME...: as written, on real rows
 }
 
 llama=/dev/shm/llama-3.1-8b qwen=/dev/shm/qwen3-30b-a3b
+dpo="python3 benchmarks/dpo_8b.py $llama --compile --results $out/dpo_8b.jsonl"
 for stage in "$@"; do
   case $gpus-$stage in
     1-auto)
@@ -61,10 +62,12 @@ for stage in "$@"; do
       real 590 $llama packed_c_fp8 --steps 14 --first 5 --bench_steps 2 --minutes 5 ;;
     1-dpo)
       made meta-llama/Llama-3.1-8B $llama
-      dpo="python3 benchmarks/dpo_8b.py $llama --compile --results $out/dpo_8b.jsonl"
-      lean="--batch_size 8 --mlp_tiles 4 --use_activation_cpu_offload"
-      go 330 dpo_8 $dpo $lean --profile "$out/bf16" --minutes 5.5
-      go 120 dpo_8_fp8 $dpo $lean --profile "$out/fp8" --compute_dtype fp8 --ways ours --minutes 2
+      lean="$dpo --batch_size 8 --mlp_tiles 4 --use_activation_cpu_offload"
+      go 300 dpo_8 $lean --minutes 5
+      go 215 dpo_8_fp8 $lean --compute_dtype fp8 --ways ours --minutes 3.5 ;;
+    1-dpo_mixed)
+      made meta-llama/Llama-3.1-8B $llama
+      go 280 dpo_mixed $dpo --mlp_tiles 2 --lengths mixed --minutes 4.5
       go 120 dpo_fp8 $dpo --mlp_tiles 2 --compute_dtype fp8 --ways ours --minutes 2 ;;
     1-recipes) recipes 7b-1x24gb chat text-to-sql 13b-1x24gb ;;
     1-adapted) recipes dora llama-pro 8b-1xh100 ;;

@@ -191,7 +191,7 @@ def test_what_is_measured_in_stages_exists():
     from fsdp_qlora.bench.grid import read_grid
 
     stages = {
-        1: "auto packed dpo recipes adapted long mixtures hybrids tests",
+        1: "auto packed dpo dpo_mixed recipes adapted long mixtures hybrids tests",
         2: "tests checkpoints replayed memory auto shared packed trl experts",
         4: "replayed loading shared packed strategies experts",
     }
