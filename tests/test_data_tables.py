@@ -9,9 +9,11 @@ import json
 import lzma
 import subprocess
 
+import pandas
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
+from datasets import Dataset
 
 from fsdp_qlora.data import load_dataset, read_rows
 from fsdp_qlora.data.sources import open_source
@@ -79,6 +81,24 @@ def test_an_object_that_holds_a_list_has_its_records(tmp_path, key, indent):
     path.write_text(json.dumps({"version": 1, key: RECORDS}, indent=indent))
     assert told(path) == told(lines(tmp_path / "rows.jsonl"))
     assert next(open_source(str(path)).records())[0] == f"{path}: {key}[0]"
+
+
+def test_columns_as_pandas_and_datasets_write_them_are_rows(tmp_path):
+    path, wanted = tmp_path / "rows.json", told(lines(tmp_path / "rows.jsonl"))
+    for frame in (pandas.DataFrame(RECORDS), pandas.DataFrame(RECORDS, index=["x", "y", "z"])):
+        frame.to_json(path)
+        assert told(path) == wanted
+    path.write_text(json.dumps(Dataset.from_list(RECORDS).to_dict()))
+    assert told(path) == wanted
+    assert next(open_source(str(path)).records())[0] == f"{path}: row 1"
+
+
+def test_a_record_whose_fields_are_lists_is_no_table(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for record in ({"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}):
+        path = tmp_path / "row.json"
+        path.write_text(json.dumps(record, indent=1))
+        assert told(path) == told(lines(tmp_path / "row.jsonl", [record]))
 
 
 def test_json_lines_whose_rows_have_such_a_key_are_still_lines(tmp_path):

@@ -218,8 +218,8 @@ def _check_text(path: Path, head: bytes):
 
 
 def _listed_records(path: Path) -> Iterator[tuple[str, dict]] | None:
-    """The records of one object that has them in a list, as in {"data": [...]}, or that is one itself;
-    None for another file.
+    """The records of one object that has them in a list, as in {"data": [...]}, or by columns, or that is
+    one itself; None for another file.
     """
     with path.open("rb") as file:
         first = file.readline().strip()
@@ -232,9 +232,27 @@ def _listed_records(path: Path) -> Iterator[tuple[str, dict]] | None:
     if not isinstance(whole, dict):
         return None
     key = next((key for key in _LISTS if isinstance(whole.get(key), list)), None)
-    if key is None:
-        return iter([(f"{path}:1", whole)])
-    return ((f"{path}: {key}[{n}]", record) for n, record in enumerate(whole[key]))
+    if key is not None:
+        return ((f"{path}: {key}[{n}]", record) for n, record in enumerate(whole[key]))
+    if (rows := _rows_of_columns(whole)) is not None:
+        return ((f"{path}: row {n}", record) for n, record in enumerate(rows, 1))
+    return iter([(f"{path}:1", whole)])
+
+
+def _rows_of_columns(whole: dict) -> list[dict] | None:
+    """Rows of an object of columns: each a list, or, as pandas' to_json() writes them, an object of values
+    by the rows' names. None of a record, whose fields may be lists of objects too (messages).
+    """
+    columns = list(whole.values())
+    if columns and all(isinstance(column, dict) for column in columns):
+        if any(column.keys() != columns[0].keys() for column in columns):
+            return None
+        columns = [list(column.values()) for column in columns]
+    elif any(not isinstance(c, list) or all(isinstance(x, dict) for x in c) for c in columns):
+        return None
+    if len({len(column) for column in columns}) != 1:
+        return None
+    return [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _is_json(text: bytes) -> bool:
