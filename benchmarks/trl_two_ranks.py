@@ -35,7 +35,7 @@ from dpo_8b import (
     step_watch,
 )
 
-from fsdp_qlora.dist import ranks_from_env
+from fsdp_qlora.dist import broadcast_by_main, ranks_from_env
 
 TASKS = ("dpo", "grpo")
 
@@ -142,10 +142,7 @@ def stop_late(minutes: float) -> threading.Timer:
 def main(arguments: list[str]):
     options, rank = options_of(arguments), ranks_from_env().rank
     late = stop_late(options.minutes)
-    if rank == 0:
-        fill(options.folder, options.model, options.layers)
-    while not (options.folder / "tokenizer_config.json").exists():  # which is written last
-        time.sleep(0.2)
+    broadcast_by_main(lambda: str(fill(options.folder, options.model, options.layers)))
     for task in options.tasks:
         found = measure(task, options)
         if rank == 0:
