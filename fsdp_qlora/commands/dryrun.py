@@ -146,11 +146,8 @@ def predict(
         return config
     except ValueError as error:
         print_main(f"\nno prediction: {error}\n")
-        rowwise, on_gpu = (
-            replace(config, batch_size=max(1, config.batch_size)),
-            device.type == "cuda",
-        )
-        if line := packing_line(rows, rowwise, ranks, on_gpu):
+        config_by_rows = replace(config, batch_size=max(1, config.batch_size))
+        if line := packing_line(rows, config_by_rows, ranks, device.type == "cuda"):
             print_main(line)
         return replace(config, batch_size=1) if config.batch_size == AUTO else config
 

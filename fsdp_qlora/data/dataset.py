@@ -307,26 +307,26 @@ def load_dataset(
     key = _cache_key(source.digest(), tokenizer, options)
     if cache_dir is None:
         return told(_from_node(build, key, str(share), is_writer))
-
-    def write(temporary: Path) -> None:
-        tokenized = build()
-        try:
-            tokenized.save(temporary, key)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"--data_cache {cache_dir}: {first_line(error)}; free some space there, give another "
-                "folder, or leave it out"
-            ) from error
-
     return told(
         build_or_wait(
             Path(cache_dir) / f"tokens-{key}.safetensors",
-            write,
+            lambda temporary: _save_in_cache(build(), temporary, key, cache_dir),
             lambda path: TokenizedDataset.load(path, key),
             is_writer=is_writer,
             timeout_s=wait_timeout_s,
         )
     )
+
+
+def _save_in_cache(tokenized: TokenizedDataset, path: Path, key: str, cache_dir: str | Path):
+    """Write rows for --data_cache; ValueError with the remedy where the folder can't take them."""
+    try:
+        tokenized.save(path, key)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--data_cache {cache_dir}: {first_line(error)}; free some space there, give another "
+            "folder, or leave it out"
+        ) from error
 
 
 def _from_node(

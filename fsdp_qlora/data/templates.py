@@ -312,9 +312,8 @@ class ChatTemplate:
 
 
 CUT = "\ue0f0CUT\ue0f1"  # as `sentinel`, to mark a place in a text
-ESCAPED_CUT = repr(CUT)[
-    1:-1
-]  # where a template writes an object as Python does: no place to cut at
+# Where a template writes an object as Python does: no place to cut at.
+ESCAPED_CUT = repr(CUT)[1:-1]
 
 
 def sentinel(turn: int) -> str:

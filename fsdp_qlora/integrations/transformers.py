@@ -57,9 +57,8 @@ from .reference_pass import compute_as_trained
 from .streamed import shard_and_load, streamed_model
 
 _SCHEDULER_FILE = "scheduler.json"
-_STATES = (
-    "optimizer"  # a folder of a checkpoint: beside a whole model its files would be read as weights
-)
+# A folder of a checkpoint: beside a whole model its files would be read as weights.
+_STATES = "optimizer"
 
 
 class ShardedTrainerMixin:
@@ -81,10 +80,10 @@ class ShardedTrainerMixin:
 
     _auto_class: type = AutoModelForCausalLM  # of a model given by name
     _labels: dict = {}  # noqa: RUF012  what its configuration says besides
-    _copies_adapter = (
-        False  # the trainer has a reference policy: a copy of the adapter a model comes with
-    )
-    _reads_head = False  # the trainer multiplies with the head's weight itself, where it lies
+    # The trainer has a reference policy: a copy of the adapter a model comes with.
+    _copies_adapter = False
+    # The trainer multiplies with the head's weight itself, where it lies.
+    _reads_head = False
 
     def __init__(
         self,
@@ -184,9 +183,8 @@ class ShardedTrainerMixin:
         return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        free_gathered(
-            self.model
-        )  # a forward without a backward leaves copies in the place of shards
+        # A forward without a backward leaves copies in the place of shards.
+        free_gathered(self.model)
         given = self.args
         if self.optimizer is None and given.optim in EIGHT_BIT:
             self.optimizer_cls_and_kwargs = self.optimizer_cls_and_kwargs or (
