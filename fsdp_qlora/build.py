@@ -43,7 +43,7 @@ from .model.attention_kernels import apply_attention_tiles
 from .model.autocast import apply_autocast
 from .model.block_kinds import num_block_kinds
 from .model.blocks import base_model, block_list, decoder_blocks, final_norm
-from .model.delta_rule import apply_delta_rule
+from .model.delta_nets import apply_delta_rule
 from .model.packing_probe import keep_rows_apart
 from .model.row_mixers import leave_uncompiled
 from .model.sequence_parallel import apply_sequence_parallel

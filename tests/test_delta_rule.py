@@ -15,13 +15,10 @@ from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import resolve
+from fsdp_qlora.model import delta_nets
 from fsdp_qlora.model import delta_rule as rules
-from fsdp_qlora.model.delta_rule import (
-    apply_delta_rule,
-    delta_rule,
-    delta_rule_backward,
-    has_own_rule,
-)
+from fsdp_qlora.model.delta_nets import apply_delta_rule, has_own_rule
+from fsdp_qlora.model.delta_rule import delta_rule, delta_rule_backward
 
 from .families import SIZES, family_config, two_alike
 
@@ -191,7 +188,7 @@ def pair(family: str) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("family", DELTA_NETS)
 def test_padded_rows_have_the_logits_and_gradients_of_transformers(family, monkeypatch):
     calls = []
-    monkeypatch.setattr(rules, "delta_rule", lambda *a: calls.append(1) or delta_rule(*a))
+    monkeypatch.setattr(delta_nets, "delta_rule", lambda *a: calls.append(1) or delta_rule(*a))
     changed, plain = pair(family)
     ids = torch.randint(3, SIZES["vocab_size"], (2, 75))
     mask = torch.ones_like(ids)
@@ -254,7 +251,7 @@ def test_the_op_is_where_kernels_are_missing_or_give_wrong_gradients(
 ):
     """In runs, and in estimates of the same machine; elsewhere a model stays as transformers makes it."""
     install(installed, triton)
-    monkeypatch.setattr(rules, "is_hopper", lambda: hopper)
+    monkeypatch.setattr(delta_nets, "is_hopper", lambda: hopper)
     gpu = find_gpu("H200" if hopper else "A100 80GB")
     for family in DELTA_NETS:
         with torch.device("meta"):

@@ -18,7 +18,8 @@ from fsdp_qlora.estimate import attention, memory, resolve, step_seconds
 from fsdp_qlora.estimate.activations import _state_saved, _state_working
 from fsdp_qlora.model import attention as of_code
 from fsdp_qlora.model import flash_attention_4 as fa4
-from fsdp_qlora.model.delta_rule import apply_delta_rule, delta_rule_backward
+from fsdp_qlora.model.delta_nets import apply_delta_rule
+from fsdp_qlora.model.delta_rule import delta_rule_backward
 from fsdp_qlora.plan import Plan
 
 from .allocations import peak_bytes

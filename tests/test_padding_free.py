@@ -19,7 +19,7 @@ from transformers import (
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.experts import apply_router_balance
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
-from fsdp_qlora.model.delta_rule import apply_delta_rule
+from fsdp_qlora.model.delta_nets import apply_delta_rule
 from fsdp_qlora.model.padding_free import apply_padding_free, why_padded
 
 from .families import two_alike

@@ -17,11 +17,11 @@ from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import meta_model
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
-from fsdp_qlora.model import delta_rule as rules
+from fsdp_qlora.model import delta_nets as rules
 from fsdp_qlora.model import packing_probe
 from fsdp_qlora.model import row_mixers as mixers
 from fsdp_qlora.model.blocks import decoder_blocks
-from fsdp_qlora.model.delta_rule import apply_delta_rule
+from fsdp_qlora.model.delta_nets import apply_delta_rule
 from fsdp_qlora.model.packing_probe import keep_rows_apart
 from fsdp_qlora.model.row_mixers import Borders, check_kernels, leave_uncompiled, row_mixers
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ..experts import apply_stacked_experts
 from ..memory.pinned_memory import empty_on_host
 from ..model.conv1d import apply_plain_linears
-from ..model.delta_rule import apply_delta_rule
+from ..model.delta_nets import apply_delta_rule
 from ..model.wrappers import wrapper_around, wrapper_class
 from ..sharding import refuse_to_train, watch_gradients
 from .model_folder import pinned_code
