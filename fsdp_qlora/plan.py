@@ -378,16 +378,21 @@ def with_learning_rate(plan: Plan, width: int) -> Plan:
 def replays_pay(plan: Plan, config: RunConfig) -> bool:
     """Whether micro-batches are CUDA graphs: as asked, else where they are short and nothing moves.
 
+    Gathers and reductions of adapted models are replayed with the rest, but not where the last
+    micro-batch of a step differs; hybrids, whose replayed steps nobody has measured, only if asked for.
     A model may still have what no graph can hold (training/cuda_graphs.py).
     """
     if config.cuda_graphs is not None:
         return config.cuda_graphs
-    moved = plan.memory.vocabulary_offload or plan.memory.activation_offload
+    memory, sharding = plan.memory, plan.sharding
+    moved = memory.cpu_offload or memory.vocabulary_offload or memory.activation_offload
+    differs = plan.loop.no_sync or sharding.gather_once
+    alike = not (differs or sharding.facts.is_hybrid or plan.adapter.is_full)
     return (
-        plan.weights_stay
+        (plan.weights_stay or alike)
         and plan.batch.ranks_per_row == 1
         and not moved
-        and plan.memory.mlp_tiles == 1
+        and memory.mlp_tiles == 1
         and plan.loop.compile
         and not config.profile_memory
         and plan.batch.tokens <= _GRAPH_TOKENS

@@ -15,6 +15,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.options import TRAIN_TYPES
 from fsdp_qlora.config.settings import opt
 from fsdp_qlora.estimate import host_memory, memory, resolve
+from fsdp_qlora.estimate.policies import SPARE_SHARE
 from fsdp_qlora.plan import LoopPlan, Plan, draft_plan, with_learning_rate
 
 from .estimates import LLAMA_8B
@@ -153,6 +154,33 @@ def test_tiles_that_come_to_one_are_replayed_as_one_that_is_given():
         resolve(RunConfig(mlp_tiles=n, context_length=512), LLAMA_8B, H100) for n in (-1, 1)
     )
     assert chosen == given and chosen.loop.cuda_graphs
+
+
+def test_sharded_micro_batches_are_replayed_where_the_card_holds_their_graphs():
+    """Gradients of adapters stay there; launched one by one they come as what blocks kept goes."""
+    settings = dict(context_length=512, lora_rank=256, gradient_accumulation_steps=1)
+    config, shape = RunConfig(**settings), model_shape("llama-2-7b")
+
+    def resolved(gib: float, shape=shape, **settings) -> Plan:
+        card = machine_from_options(MachineOptions(gpu="h100", gpus=2, gpu_memory_gib=gib))
+        return resolve(replace(config, **settings), shape, card)
+
+    needs = {on: memory(shape, resolved(80, cuda_graphs=on)).total for on in (True, False)}
+    between = (needs[True] + needs[False]) / 2 / (1 - SPARE_SHARE)
+    assert resolved(80).loop.cuda_graphs and resolved(between - 4).loop.cuda_graphs
+    tight = resolved(between)
+    assert not tight.loop.cuda_graphs and "--cuda_graphs false" in tight.choices[-1]
+    assert resolved(between, cuda_graphs=True).loop.cuda_graphs
+
+    slow = machine_from_options(MachineOptions(gpu="rtx 3090", gpus=2))
+    long = replace(config, context_length=2048)  # for which the host is fast enough
+    assert (
+        not resolve(long, shape, slow).loop.cuda_graphs
+        and resolved(80, context_length=2048).loop.cuda_graphs
+    )
+    mixture = model_shape("qwen3-30b-a3b")
+    assert not resolved(80, mixture).loop.cuda_graphs
+    assert resolved(80, mixture, sharding_strategy="ddp").loop.cuda_graphs
 
 
 def test_long_rows_take_attention_in_tiles_that_keep_a_gpu_busy():

@@ -154,6 +154,7 @@ def plan_of(row: BenchRow) -> Plan:
     """The plan that a row was measured with, as far as it says; older rows say less."""
     found = {field: getattr(row, name) for name, field in _FIELDS.items()}
     targets = row.lora_targets or "all-linear"
+    kernel = (row.attention_backend or "").partition(":")[0]  # of shared rows "fa4:exchanging"
     found |= dict(
         gpus_per_node=row.gpus // (row.nodes or 1),
         targets=_TARGETS.get(targets, tuple(names_in(targets))),
@@ -161,7 +162,7 @@ def plan_of(row: BenchRow) -> Plan:
         expert_targets=tuple(names_in(row.expert_targets or "")),
         quant="hqq4" if row.quant == "hqq" else row.quant,
         lora_dropout=row.lora_dropout or 0.0,
-        attention=row.attention_backend if row.attention_backend in _KERNELS else "sdpa",
+        attention=kernel if kernel in _KERNELS else "sdpa",
     )
     known = {name: value for name, value in found.items() if value is not None}
     return Plan().change(**known | dict(targets=found["targets"]))

@@ -22,7 +22,7 @@ from .attention import attention_of, makes_masks
 from .lengths import Batches
 from .peak import Memory, host_memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
-from .speed import hides_attention_offload
+from .speed import hides_attention_offload, waits_for_host
 from .weights import trained_on_host
 
 _TOKENS_OF_TILE = 2**17  # of attention: of each key-value head in it
@@ -89,7 +89,7 @@ def resolve(
         plan = _with_policy(plan, shape, room, batches)
     if config.keep_fp8_weights is None and plan.quantization.compute_dtype == "fp8":
         plan = _with_kept_fp8(plan, shape, machine, room)
-    return plan
+    return _with_graphs(plan, config, shape, machine)
 
 
 def _with_attention(
@@ -241,4 +241,26 @@ def _with_kept_fp8(plan: Plan, shape: ModelShape, machine: Machine, room: Room |
     keeps = keeps_fp8_weights(shape, plan, room.gib, room.needed)
     return plan.choose(
         f"--keep_fp8_weights {shown(keeps)}: chosen by the estimate", keep_fp8_weights=keeps
+    )
+
+
+def _with_graphs(plan: Plan, config: RunConfig, shape: ModelShape, machine: Machine) -> Plan:
+    """Whether micro-batches are replayed: not where the card would hold only launched ones.
+
+    Sharded ones are launched too where the GPU is slow enough for that, and where they have experts, of
+    which no replayed step has been compared with a launched one.
+    """
+    if config.cuda_graphs is not None or machine.is_cpu or not plan.replays(shape):
+        return plan
+    launched, card = plan.change(cuda_graphs=False), room_of(machine)
+    waits = waits_for_host(shape, machine.gpu, launched)
+    if plan.sharded and (shape.expert_linears() or not waits):
+        return launched
+    replayed_gib, launched_gib = (card.needed(memory(shape, p)) for p in (plan, launched))
+    if not launched_gib <= card.gib < replayed_gib:
+        return plan
+    return plan.choose(
+        f"--cuda_graphs false: graphs of micro-batches would take {replayed_gib - launched_gib:.1f} GiB, "
+        "more than the card has left",
+        cuda_graphs=False,
     )

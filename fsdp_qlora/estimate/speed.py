@@ -248,6 +248,14 @@ def launch_seconds(shape: ModelShape, plan: Plan) -> float:
     )
 
 
+def waits_for_host(shape: ModelShape, gpu: Gpu, plan: Plan) -> bool:
+    """Whether the host may hold up a micro-batch that it launches: it needs half of the GPU's time.
+
+    Half, since hosts differ, and ranks of one host take cores from each other.
+    """
+    return launch_seconds(shape, plan) > 0.5 * sum(compute_parts(shape, gpu, plan).values())
+
+
 def _transfer_seconds(shape: ModelShape, gpu: Gpu, plan: Plan, link: float) -> tuple[float, float]:
     """Seconds of a step's gathers and reduce-scatters, and of its host copies, not hidden.
 

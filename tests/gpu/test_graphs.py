@@ -71,22 +71,24 @@ SHARDED = {
     "full_shard": dict(lora_dropout=0.1),
     "full_shard, recomputed": dict(use_gradient_checkpointing=True),
     "full_shard, fp8": dict(compute_dtype="fp8"),
+    "full_shard, packed": dict(packing=True),
+    "full_shard, lora": dict(train_type="lora"),
+    "full_shard, full": dict(train_type="full"),
     "shard_grad_op": dict(sharding_strategy="shard_grad_op", lora_dropout=0.1),
     "backward_post": dict(backward_prefetch="backward_post", forward_prefetch=True),
     "hybrid_full_shard": dict(sharding_strategy="hybrid_full_shard"),
 }
 
 
-ON_TWO = [name for name in SHARDED if "hybrid" not in name]  # which needs groups of two or more
+ON_FOUR = ("hybrid_full_shard",)  # which needs groups of two or more
+ON_TWO = [name for name in SHARDED if name not in ON_FOUR]
 
 
-def train_sharded_both_ways(folder: str, alone: bool) -> dict:
+def train_sharded_both_ways(folder: str, alone: bool, settings: dict = SHARDED) -> dict:
     """`train_both_ways` for sharded models, on these two ranks, or on one rank of four that is `alone`."""
-    cases = {
-        name: dict(sharding_strategy="full_shard") | settings for name, settings in SHARDED.items()
-    }
+    cases = {name: dict(sharding_strategy="full_shard") | case for name, case in settings.items()}
     if not alone:
-        return train_both_ways(folder, {name: cases[name] for name in ON_TWO})
+        return train_both_ways(folder, {name: cases[name] for name in cases if name not in ON_FOUR})
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from one_rank import rank_zero_of
 
@@ -172,6 +174,16 @@ def two_ranks(tmp_path_factory):
     return run_ranks(train_sharded_both_ways, 2, folder, False, device="cuda")[0]
 
 
+@pytest.fixture(scope="module")
+def mixtures_of_two_ranks(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    folder = save_family(
+        tmp_path_factory.mktemp("tiny"), "Qwen3-MoE", hidden_size=128, moe_intermediate_size=128
+    )
+    return run_ranks(train_sharded_both_ways, 2, folder, False, MIXTURES, device="cuda")[0]
+
+
 @pytest.mark.parametrize("case", SHARDED)
 def test_replayed_steps_of_one_rank_of_four(one_of_four, case):
     compare(one_of_four, case)
@@ -181,6 +193,11 @@ def test_replayed_steps_of_one_rank_of_four(one_of_four, case):
 def test_replayed_steps_of_two_ranks(two_ranks, case):
     """Other than one rank alone, these replay NCCL's collectives."""
     compare(two_ranks, case)
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_replayed_steps_of_mixtures_of_two_ranks(mixtures_of_two_ranks, case):
+    compare(mixtures_of_two_ranks, case)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -152,8 +152,9 @@ class ShardingOptions:
     cuda_graphs: bool | None = opt(
         None,
         "replay the forward and backward of a micro-batch as a CUDA graph, much faster for "
-        "few tokens; None = on one GPU and with ddp, if it pays; true = also with sharded "
-        "weights, including their collectives",
+        "few tokens, gathers and reductions included; None = up to 8,192 tokens a micro-batch, where "
+        "nothing is offloaded, tiled or hybrid, and of sharded weights where the GPU would wait; true = "
+        "also of hybrids, sharded full weights and sharded experts",
         on_resume=MAY_CHANGE,
     )
     deterministic: bool = opt(
