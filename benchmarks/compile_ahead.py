@@ -32,7 +32,7 @@ from fsdp_qlora.config.recipe import read_recipe
 from fsdp_qlora.config.settings import default_of, shown
 from fsdp_qlora.estimate import choose_policies
 from fsdp_qlora.estimate.policies import choose_tiles
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 
 # What a compiled block does not know of.
 OUTSIDE = (

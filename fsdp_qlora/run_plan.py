@@ -20,7 +20,8 @@ from .dist import print_main, ranks_from_env
 from .estimate import leaves_open, resolve
 from .loading import DTYPES, read_config
 from .model.attention import choose_attention
-from .plan import Plan, with_learning_rate
+from .plan import Plan
+from .plan_draft import with_learning_rate
 
 
 def plan_run(config: RunConfig, device: torch.device) -> Plan:

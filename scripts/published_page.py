@@ -23,7 +23,8 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.defaults import CLASSIC
 from fsdp_qlora.estimate import Estimate, estimate, memory, owned_cost, run_cost
 from fsdp_qlora.estimate.report import duration
-from fsdp_qlora.plan import Plan, draft_plan
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.planner import free_settings, propose
 
 ROOT = Path(__file__).parents[1]

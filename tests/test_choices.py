@@ -242,7 +242,7 @@ from fsdp_qlora.checkpoint.identity import differences, settings_of
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.config.reference import flags_page, schema
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.training.trainer import _facts_of
 config, content = RunConfig(sharpness=4), dict(model="m", data="d")
 run = _facts_of(config, draft_plan(config, 1), SimpleNamespace(content=content), "id")

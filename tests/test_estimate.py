@@ -22,7 +22,8 @@ from fsdp_qlora.estimate import (
     step_seconds,
 )
 from fsdp_qlora.optim import build_optimizer
-from fsdp_qlora.plan import Plan, draft_plan
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan_draft import draft_plan
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, built, tiny
 from .families import BUILT, family_config
@@ -123,6 +124,7 @@ def test_settings_of_a_run_become_a_plan():
         activation_policy="keep_all",
         adapter_dtype="bf16",
         compile=True,
+        cuda_graphs=True,
     )
     assert draft_plan(RunConfig(compile=False, gradient_accumulation_steps=1), 1) == Plan()
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-import fsdp_qlora.plan as plan_module
+import fsdp_qlora.plan_draft as plan_module
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.choices import POLICIES
@@ -21,7 +21,7 @@ from fsdp_qlora.estimate import (
 from fsdp_qlora.estimate.activations import kept_by_block
 from fsdp_qlora.estimate.constants import MATMUL_SHARE, NETWORK_HOP, NVLINK_HOP
 from fsdp_qlora.estimate.speed import hops_seconds, launch_seconds
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 

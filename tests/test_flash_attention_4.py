@@ -28,7 +28,7 @@ from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
 from fsdp_qlora.model import flash_attention_4 as fa4
 from fsdp_qlora.model.blocks import decoder_blocks
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.training.cuda_graphs import _why_no_graphs
 from tests.parts import slow
 

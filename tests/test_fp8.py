@@ -29,7 +29,8 @@ from fsdp_qlora.estimate import (
 )
 from fsdp_qlora.loading import read_config
 from fsdp_qlora.optim import build_optimizer
-from fsdp_qlora.plan import Plan, draft_plan
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.planner import free_settings, propose
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import FrozenWeight, dequantize_rows, quantize_rows

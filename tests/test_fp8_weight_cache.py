@@ -20,7 +20,7 @@ from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate import resident_bytes
 from fsdp_qlora.loading import read_config
 from fsdp_qlora.optim import build_optimizer
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import FrozenWeight, quantize_rows
 from fsdp_qlora.quantization.fp8_weight_cache import Fp8WeightCache, forget_fp8_weight

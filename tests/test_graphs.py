@@ -10,7 +10,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.data.collate import few_widths, padded_length
 from fsdp_qlora.memory.tiled_mlp import apply_tiled_mlp
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.training.cuda_graphs import (
     _shape_of,
     _why_no_graphs,

@@ -21,6 +21,7 @@ ORDER = [
     "config",
     "catalog",
     "plan",
+    "plan_draft",
     "estimate",
     "planner",
     "report",

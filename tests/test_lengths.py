@@ -19,7 +19,7 @@ from fsdp_qlora.data.collate import few_widths
 from fsdp_qlora.data.lengths import SAMPLE
 from fsdp_qlora.estimate import batches_of, estimate, packing_line, report
 from fsdp_qlora.observe import throughput
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.planner import free_settings, propose
 from fsdp_qlora.preflight.run_data import read_data, run_tokenizer
 from fsdp_qlora.preflight.sampled_lengths import lengths_of, sampled_lengths

@@ -20,7 +20,7 @@ from fsdp_qlora.estimate import (
 )
 from fsdp_qlora.estimate.weights import all_trained, widest_block
 from fsdp_qlora.observe import throughput
-from fsdp_qlora.plan import draft_plan
+from fsdp_qlora.plan_draft import draft_plan
 from tests.estimates import H100, LLAMA_8B
 from tests.tiny import save_tiny
 

@@ -24,7 +24,8 @@ from fsdp_qlora.observe.memory_report import (
     memory_table,
 )
 from fsdp_qlora.observe.memory_timeline import _RULES, PARTS, draw, part_of, timeline
-from fsdp_qlora.plan import Plan, draft_plan
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan_draft import draft_plan
 
 from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .tiny import save_tiny

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import pytest
 
-import fsdp_qlora.plan as plan_module
+import fsdp_qlora.plan_draft as plan_module
 from fsdp_qlora.bench.row import empty_row, of_plan, plan_of
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
@@ -16,7 +16,8 @@ from fsdp_qlora.config.options import TRAIN_TYPES
 from fsdp_qlora.config.settings import opt
 from fsdp_qlora.estimate import host_memory, memory, resolve
 from fsdp_qlora.estimate.policies import SPARE_SHARE
-from fsdp_qlora.plan import LoopPlan, Plan, draft_plan, with_learning_rate
+from fsdp_qlora.plan import LoopPlan, Plan
+from fsdp_qlora.plan_draft import draft_plan, with_learning_rate
 
 from .estimates import LLAMA_8B
 
@@ -56,9 +57,9 @@ def test_a_setting_reaches_the_plan_by_a_field_of_its_name_alone(monkeypatch):
     class PlanWithToy(Plan):
         loop: LoopWithToy = LoopWithToy()
 
-    sections = plan_module._SECTIONS | dict(loop=LoopWithToy)
+    sections = plan_module.SECTIONS | dict(loop=LoopWithToy)
     monkeypatch.setattr(plan_module, "Plan", PlanWithToy)
-    monkeypatch.setattr(plan_module, "_SECTIONS", sections)
+    monkeypatch.setattr(plan_module, "SECTIONS", sections)
     assert draft_plan(WithToy(toy_ratio=0.25), 1).loop.toy_ratio == 0.25
 
 

@@ -30,7 +30,8 @@ from fsdp_qlora.observe.metrics import (
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.sinks import Lines, Sink
 from fsdp_qlora.observe.throughput import Arithmetic, Pace, arithmetic
-from fsdp_qlora.plan import Plan, draft_plan
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan_draft import draft_plan
 
 
 def step(

@@ -37,7 +37,7 @@ from ..loading import read_config
 from ..loading.prequantized import check_kind, quantization_of
 from ..loading.tokenizer import grow_vocabulary
 from ..observe.trackers import check_trackers
-from ..plan import draft_plan, with_learning_rate
+from ..plan_draft import draft_plan, with_learning_rate
 from ..planner import free_settings, propose
 from ..planner import report as plan_report
 from ..preflight.checks import check_device, check_folders, check_layout, check_rows

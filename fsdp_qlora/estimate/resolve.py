@@ -17,7 +17,8 @@ from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..config.delta_kernels import why_on_plain_torch
 from ..config.settings import shown
-from ..plan import Plan, draft_plan, replays_pay, with_learning_rate
+from ..plan import Plan
+from ..plan_draft import draft_plan, replays_pay, with_learning_rate
 from .attention import attention_of, makes_masks
 from .lengths import Batches
 from .peak import Memory, host_memory, memory

@@ -19,7 +19,7 @@ from ..lifecycle.lock import sole_run_in
 from ..lifecycle.signals import StopSignals
 from ..observe.startup import part_ended
 from ..observe.trackers import check_trackers
-from ..plan import draft_plan
+from ..plan_draft import draft_plan
 from ..preflight.checks import (
     check_device,
     check_folders,

@@ -18,7 +18,7 @@ def filled_and_not(folder: str) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import collate, collate_packed
     from fsdp_qlora.dist import full_tensor, ranks_from_env
-    from fsdp_qlora.plan import draft_plan
+    from fsdp_qlora.plan_draft import draft_plan
     from fsdp_qlora.training.cuda_graphs import (
         _as_large_as_any,
         _shape_of,
