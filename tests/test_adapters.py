@@ -10,7 +10,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
@@ -494,6 +494,36 @@ def test_ranks_alphas_and_rslora_scales_are_those_of_peft():
     assert len({scaling["default"] for scaling in layers.values()}) == 4
     shapes = {n: p.shape for n, p in trainable_parameters(theirs).items()}
     assert {n: p.shape for n, p in trainable_parameters(ours).items()} == shapes
+
+
+@pytest.mark.parametrize(
+    "ranks, alphas",
+    [
+        ({"q_proj": 2, "layers.0.self_attn.q_proj": 8}, {}),
+        ({"layers.0.self_attn.q_proj": 8, "q_proj": 2}, {}),
+        ({}, {"q_proj": 3, "layers.0.self_attn.q_proj": 64}),
+        ({r"self_attn\..*": 2, "layers.1.self_attn.v_proj": 6}, {"v_proj": 5, ".*proj": 7}),
+    ],
+)
+def test_ranks_and_alphas_that_overlap_are_saved_as_they_were_trained(
+    folder, tmp_path, ranks, alphas
+):
+    """PEFT takes the first key that fits, and writes keys sorted: q_proj behind layers.0...q_proj."""
+    config = lora_config(rank=R, rank_pattern=dict(ranks), alpha_pattern=dict(alphas))
+    ours = apply_adapters(AutoModelForCausalLM.from_pretrained(folder), config)
+    with process_group(torch.device("cpu")):
+        save_adapter(ours, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    scaling, rank = (
+        [
+            {n: getattr(m, kind) for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+            for model in (ours, theirs)
+        ]
+        for kind in ("scaling", "r")
+    )
+    assert scaling[0] == scaling[1] and rank[0] == rank[1]
+    assert len({(rank[0][n]["default"], scaling[0][n]["default"]) for n in rank[0]}) > 1
 
 
 @pytest.mark.parametrize("flag", ["rank_pattern", "alpha_pattern"])

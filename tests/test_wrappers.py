@@ -148,7 +148,7 @@ def test_modules_trained_whole_are_those_of_the_language_model_in_plain_peft(tmp
 
 
 @pytest.mark.parametrize("targets", [r"model\.layers\.1\.self_attn\.[qv]_proj", "q_proj,v_proj"])
-def test_targets_of_any_form_are_saved_as_layers_of_the_language_model(tmp_path, targets):
+def test_targets_and_ranks_of_any_form_are_saved_as_layers_of_the_language_model(tmp_path, targets):
     from fsdp_qlora.adapters import apply_adapters, lora_config
     from fsdp_qlora.loading import load_weights, materialize
     from fsdp_qlora.loading.key_mapping import match_names
@@ -159,7 +159,8 @@ def test_targets_of_any_form_are_saved_as_layers_of_the_language_model(tmp_path,
     targets = targets if "\\" in targets else targets.split(",")
     model = meta_model(read_config(folder), torch.float32)
     files = match_names(model, Checkpoint(folder))
-    model = apply_adapters(model, lora_config(rank=2, target_modules=targets))
+    ranks = {r"model\.layers\.1\..*q_proj": 4, "model.layers.1.self_attn.v_proj": 3}
+    model = apply_adapters(model, lora_config(rank=2, target_modules=targets, rank_pattern=ranks))
     materialize(model, CPU, CPU)
     load_weights(model, files, CPU)
     init_adapters(model, 0, CPU)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from ..experts import names_of_wrappers
@@ -47,20 +50,22 @@ def name_in_whole(model: nn.Module, name: str) -> str:
 
 
 def config_in_whole(model: nn.Module, config: LoraConfig) -> LoraConfig:
-    """An adapter's configuration for the wrapper that its language model was taken out of, in place.
+    """An adapter's configuration as it is saved, in place: for the wrapper that its language model was
+    taken out of, if there is one.
 
     What is named there is in the language model alone: the towers have layers of the same names.
     """
-    if not (wrapper := wrapper_of(model)):
+    wrapper, causal = wrapper_of(model), base_model(model)
+    outer = wrapper.outer if wrapper else str
+    adapted = {name for name, m in causal.named_modules() if isinstance(m, LoraLayer)}
+    config.rank_pattern = _saved_pattern(config.rank_pattern, adapted, outer)
+    config.alpha_pattern = _saved_pattern(config.alpha_pattern, adapted, outer)
+    if not wrapper:
         return config
-    outer, causal = wrapper.outer, base_model(model)
     if isinstance(config.target_modules, str) or config.exclude_modules:
-        adapted = {name for name, m in causal.named_modules() if isinstance(m, LoraLayer)}
         config.target_modules = adapted
     config.target_modules = {outer(name) for name in config.target_modules or ()}
     config.exclude_modules = wrapper.towers
-    config.rank_pattern = {outer(name): r for name, r in config.rank_pattern.items()}
-    config.alpha_pattern = {outer(name): alpha for name, alpha in config.alpha_pattern.items()}
     if config.target_parameters:
         config.target_parameters = [outer(name) for name in config.target_parameters]
     if ends := config.modules_to_save:
@@ -70,6 +75,23 @@ def config_in_whole(model: nn.Module, config: LoraConfig) -> LoraConfig:
             if name.endswith(tuple(ends)) and any(True for _ in m.parameters())
         ]
     return config
+
+
+def _saved_pattern(
+    pattern: dict[str, float], adapted: set[str], outer: Callable[[str], str]
+) -> dict[str, float]:
+    """Ranks or alphas that mean the same in an adapter folder, whose file has their keys sorted.
+
+    PEFT takes the first key that fits a layer. Where sorting, or the names in a wrapper, would make that
+    another one, each layer is named.
+    """
+    found = {
+        name: pattern[key] for name in adapted if (key := get_pattern_key(pattern, name)) in pattern
+    }
+    saved = {outer(key): value for key, value in sorted(pattern.items())}
+    if all(saved.get(get_pattern_key(saved, outer(n))) == found.get(n) for n in adapted):
+        return saved
+    return {outer(name): value for name, value in sorted(found.items())}
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
