@@ -145,14 +145,14 @@ def test_interconnect_changes_the_time_and_not_the_memory():
 
 
 def test_several_machines_are_as_slow_as_the_link_between_them():
-    """Whose time a fast one hides behind blocks of 8,192 tokens."""
+    """Of a fast one little shows beside blocks of 8,192 tokens."""
     shape, config = model_shape("llama-3.1-8b"), RunConfig(context_length=8192)
     one, two, slow = (
         estimate(shape, machine(gpu="a100", gpus=8 // n, nodes=n, internode_gb_s=rate), config)
         for n, rate in ((1, 25), (2, 25), (2, 1))
     )
     times = [f.step.total for f in (one, two, slow)]
-    assert times[0] == pytest.approx(times[1]) and times[2] > 2 * times[1]
+    assert times[0] <= times[1] < 1.05 * times[0] and times[2] > 2 * times[1]
     assert two.machine.world_size == 8 and two.memory.host < one.memory.host
 
 
