@@ -257,6 +257,36 @@ def test_a_split_is_a_whole_name_and_words_in_names_are_not(tmp_path, names, tra
             find_files(tmp_path, "test")
 
 
+def test_a_split_of_a_glob_is_its_files_of_that_name(tmp_path):
+    """Without one, a glob is all that it names."""
+    for name in ("train.jsonl", "test-0.jsonl", "dev/rows.jsonl", "a[1]/test.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, {"text": name})
+
+    def texts(pattern, **options):
+        return [row.text for row in read_rows(f"{tmp_path}/{pattern}", **options)]
+
+    assert texts("*.jsonl") == ["test-0.jsonl", "train.jsonl"]
+    assert texts("*.jsonl", split="test") == ["test-0.jsonl"]
+    assert texts("*/*.jsonl", split="dev") == ["dev/rows.jsonl"]
+    assert texts("a[[]1]/*.jsonl", split="test") == ["a[1]/test.jsonl"]
+    with pytest.raises(ValueError, match="no file of split 'dev' there.*found test-0.jsonl"):
+        texts("*.jsonl", split="dev")
+
+
+@pytest.mark.parametrize("kind", ["file", "saved by datasets", "dummy"])
+def test_a_split_of_what_has_none_is_refused(tmp_path, kind):
+    """Held-out rows would be the trained ones, with a loss that looks fine."""
+    dataset = {"file": write(tmp_path / "rows.jsonl", {"text": "a"}), "dummy": "dummy"}.get(kind)
+    if dataset is None:
+        dataset = tmp_path / "saved"
+        datasets.Dataset.from_list([{"text": "a"}], split="validation").save_to_disk(str(dataset))
+        assert [row.text for row in read_rows(dataset, split="validation")] == ["a"]
+    assert read_rows(dataset)
+    with pytest.raises(ValueError, match="--dataset_split test: .*(without|has no) splits"):
+        read_rows(dataset, split="test")
+
+
 def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
     data = tmp_path / "data"
     (data / "more").mkdir(parents=True)

@@ -15,7 +15,8 @@ import pyarrow.parquet as parquet
 import pytest
 from datasets import Dataset
 
-from fsdp_qlora.data import load_dataset, read_rows
+from fsdp_qlora.cli import main
+from fsdp_qlora.data import load_dataset, read_rows, reads_from
 from fsdp_qlora.data.sources import open_source
 
 from .test_data_tokenizers import make_tokenizer
@@ -115,6 +116,34 @@ def test_folders_in_a_folder_are_read_and_may_be_named_after_splits(tmp_path):
     lines(tmp_path / "validation/d.jsonl", RECORDS[2:])
     assert len(told(tmp_path)) == 2 and len(told(tmp_path, split="validation")) == 1
     assert len(told(f"{tmp_path}/**/*.jsonl")) >= 3
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [".", "own", "nested", "*.jsonl", "own/*.jsonl", "nested/**/*.jsonl", "own/rows.jsonl"],
+)
+@pytest.mark.parametrize("output", [".", "own", "own/out", "nested/out", "nested/.out", "out"])
+def test_it_is_known_before_a_run_whether_its_files_would_be_rows(
+    tmp_path, monkeypatch, dataset, output
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "own/rows.jsonl", "nested/a/rows.jsonl"):
+        lines(tmp_path / name)
+    for several in (dataset, f"own/rows.jsonl[:1],{dataset}*2"):
+        foreseen = reads_from(several, "train", output)
+        written = lines(tmp_path / output / "metrics.jsonl", [{"kind": "step"}])
+        places = [place for place, _ in open_source(several).raw_records()]
+        written.unlink()
+        assert foreseen == any("metrics.jsonl" in place for place in places)
+
+
+def test_an_output_folder_among_the_rows_is_refused(tmp_path, capsys):
+    rows = lines(tmp_path / "data/rows.jsonl")
+    flags = ["--dataset", str(rows), "--eval_dataset", str(rows.parent), "--output_dir"]
+    assert main(["train", *flags, str(rows.parent), "--dry_run"]) == 2
+    said = capsys.readouterr().err
+    assert f"--output_dir {rows.parent}: a run that resumes would read" in said
+    assert f"--eval_dataset {rows.parent}; give another folder" in said
 
 
 def test_several_data_sets_are_read_one_after_the_other_each_to_its_limit(tmp_path):

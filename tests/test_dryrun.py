@@ -35,6 +35,7 @@ def folder(tmp_path_factory) -> Path:
             tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
         ).save_pretrained(folder / name)
         save_tiny(folder / name, **settings)
+    shutil.copytree(folder / "model", folder / "trained" / "model")
     rows = [
         {"instruction": f"say {' '.join(WORDS[10 : 11 + i % 4])}", "output": "hi " * (1 + i)}
         for i in range(10)
@@ -146,6 +147,10 @@ def test_without_a_gpu_it_says_how_to_get_a_prediction(shown):
         (
             ["--sharding_strategy", "hybrid_full_shard", "--world_size", "3"],
             "3 ranks with --shard_group_size -1 can't be divided like this",
+        ),
+        (
+            ["--model_name", "trained/model", "--output_dir", "trained"],
+            "--output_dir trained contains --model_name trained/model",
         ),
     ],
 )

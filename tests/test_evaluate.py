@@ -287,6 +287,17 @@ def test_the_data_command_reports_and_draws_without_weights(folder, capsys):
     assert (folder / "out" / "lengths.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("shared", [0, 3])
+def test_held_out_rows_that_are_trained_on_are_counted(folder, capsys, shared):
+    lines = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    others = [line.replace("?", "!") for line in lines[:5]]
+    held_out = folder / f"held_out_{shared}.jsonl"
+    held_out.write_text("".join([*lines[10 : 10 + shared], *others]))
+    assert data_command(folder, "--eval_dataset", str(held_out)) == 0
+    said = f"warning: {shared} of {5 + shared} held-out rows are trained on too"
+    assert (said in capsys.readouterr().out) == bool(shared)
+
+
 def test_rows_that_the_template_drops_are_told_with_the_remedy_held_out_ones_too(folder, capsys):
     call = dict(id="1", type="function", function=dict(name="f", arguments="{}"))
     turns = [

@@ -149,14 +149,20 @@ def settle(found: Found, config: RunConfig, weights: str | None):
     (root / FINISHED).unlink(missing_ok=True)
 
 
-def _make_room(config: RunConfig, names: tuple[str, ...]):
-    """Nothing that an earlier run left in --output_dir is overwritten. Raises ValueError naming it."""
+def check_base_stays(config: RunConfig, names: tuple[str, ...] = LEFT_BY_A_RUN):
+    """Refuse an --output_dir where the base is one of `names`, which a run replaces or moves."""
     out, base = Path(config.output_dir), Path(config.model_name).resolve()
     if any(base.is_relative_to((out / name).resolve()) for name in names):
         raise ValueError(
             f"--output_dir {out} contains --model_name {config.model_name}, which the new weights "
             "would replace; give another --output_dir"
         )
+
+
+def _make_room(config: RunConfig, names: tuple[str, ...]):
+    """Nothing that an earlier run left in --output_dir is overwritten. Raises ValueError naming it."""
+    check_base_stays(config, names)
+    out = Path(config.output_dir)
     if kept := keep_earlier(out, names):
         moved = ", ".join(sorted(path.name for path in kept.iterdir()))
         print_main(f"moved the files of an earlier run from {out} to {kept}: {moved}")

@@ -20,7 +20,7 @@ from ..catalog.machine import Machine, MachineOptions, machine_from_options
 from ..checkpoint import checkpoints_of
 from ..checkpoint.content import content_of
 from ..checkpoint.identity import with_batch_of
-from ..checkpoint.resume import chosen, resumable
+from ..checkpoint.resume import check_base_stays, chosen, resumable
 from ..config import AUTO, RunConfig
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
@@ -105,11 +105,13 @@ def _resumed(
     Raises ValueError for a checkpoint of another run. The base of a hub name is not read, nor compared.
     """
     if not folder:
+        check_base_stays(config)
         return config
     is_here = config.random_weights or Path(config.model_name).is_dir()
     content = content_of(config, data.train, data.held_out, tokenizer) if is_here else None
     found = resumable(config, data.train, content, folder, ranks)
     if not found.run:
+        check_base_stays(config)
         print_main(
             f"the run in {config.output_dir} has ended: its files are moved, and it starts over"
         )

@@ -12,7 +12,14 @@ node_share, cache, dataset, packing, sampler, loader, lengths, stream.
 """
 
 from .collate import choose_pad_token_id, collate, filler
-from .dataset import Subset, TokenizedDataset, hold_out, load_dataset, tokenize_rows
+from .dataset import (
+    Subset,
+    TokenizedDataset,
+    hold_out,
+    load_dataset,
+    shared_rows,
+    tokenize_rows,
+)
 from .formats import Row, row_from_record
 from .lengths import RowLengths, row_lengths
 from .loader import Step, StepLoader, num_trained_tokens, on_device
@@ -22,7 +29,7 @@ from .prompt_format import keep_prompt_format
 from .records import NAMES, Source
 from .report import DataReport, preview
 from .sampler import BinSampler, StepSampler, rank_share, step_sampler
-from .sources import SAMPLED_NAMES, open_source, read_rows
+from .sources import SAMPLED_NAMES, open_source, read_rows, reads_from
 from .stream import StreamBinSampler, StreamLoader, StreamSampler
 from .templates import ChatTemplate
 
@@ -60,8 +67,10 @@ __all__ = [
     "preview",
     "rank_share",
     "read_rows",
+    "reads_from",
     "row_from_record",
     "row_lengths",
+    "shared_rows",
     "step_sampler",
     "stop_token_ids",
     "tokenize_rows",

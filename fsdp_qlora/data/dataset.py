@@ -217,6 +217,14 @@ def hold_out(dataset: TokenizedDataset, share: float) -> tuple[Subset, Subset]:
     return Subset(dataset, train), Subset(dataset, held_out)
 
 
+def shared_rows(rows: TokenizedDataset, held_out: TokenizedDataset) -> int:
+    """How many of the held-out rows are trained on too, token by token."""
+    held = {_row_digest(held_out, row) for row in range(len(held_out))}
+    as_long = np.flatnonzero(np.isin(rows.lengths, held_out.lengths))
+    both = held & {_row_digest(rows, int(row)) for row in as_long}
+    return sum(_row_digest(held_out, row) in both for row in range(len(held_out)))
+
+
 def _row_digest(dataset: TokenizedDataset, row: int) -> int:
     tokens = dataset.input_ids[dataset.offsets[row] : dataset.offsets[row + 1]].tobytes()
     return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest(), "big")

@@ -46,7 +46,7 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
         return [path]
     if path.is_dir():
         files = [file for file in path.iterdir() if file.suffix in SUFFIXES] or _nested(path)
-        return _files_of_split(dataset, files, split)
+        return _files_of_split(dataset, path, files, split)
     names = glob.glob(str(path), recursive=True)
     files = [Path(name) for name in names if Path(name).suffix in SUFFIXES]
     if not files:
@@ -54,7 +54,37 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
             f"--dataset {dataset}: no such file or folder; give a .jsonl, .json, .csv, .tsv or .parquet "
             f"file, a folder or glob of them, a Hugging Face name, or one of {', '.join(NAMES)}"
         )
-    return sorted(files)
+    return _files_of_split(dataset, path, files, split)
+
+
+def would_read(dataset: str | Path, split: str, file: Path) -> bool:
+    """Whether `file` is, or would be if it were written, one of `find_files`."""
+    path, file = Path(dataset).expanduser().absolute(), file.expanduser().absolute()
+    if not path.is_dir():
+        return glob.has_magic(str(path)) and split == "train" and _is_named(file, path)
+    if not file.is_relative_to(path):
+        return False
+    files = [found for found in path.iterdir() if found.suffix in SUFFIXES]
+    if file.parent != path:
+        inside = file.relative_to(path).parts
+        if files or any(part.startswith(".") for part in inside):
+            return False
+        files = _nested(path)
+    return file in _files_of_split(dataset, path, [*{*files, file}], split)
+
+
+def _is_named(file: Path, pattern: Path) -> bool:
+    """Whether a glob would find a file that need not be there; wildcards find nothing hidden."""
+    known = pattern.parts
+    if "**" in known:
+        first = known.index("**")
+        hidden = any(part.startswith(".") for part in file.parts[first:])
+        return file.match(pattern.name) and file.parts[:first] == known[:first] and not hidden
+    hidden = any(
+        part.startswith(".") and not name.startswith(".")
+        for part, name in zip(file.parts, known, strict=False)
+    )
+    return len(file.parts) == len(known) and file.match(str(pattern)) and not hidden
 
 
 def _nested(folder: Path) -> list[Path]:
@@ -63,27 +93,31 @@ def _nested(folder: Path) -> list[Path]:
     return [f for f in found if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
 
 
-def _files_of_split(folder: str | Path, files: list[Path], split: str) -> list[Path]:
-    """Files named after `split` (train-0001.parquet), or in a folder of that name; for train, else those
-    named after none.
+def _files_of_split(dataset: str | Path, path: Path, files: list[Path], split: str) -> list[Path]:
+    """Of the files in a folder or of a glob, those named after `split` (train-0001.parquet), or in a folder
+    of that name; for train, else those named after none, and of a glob all.
     """
+    if split == "train" and not path.is_dir():
+        return sorted(files)
     splits = _splits_of([file.name for file in files], split)
-    named = {file: _folder_split(folder, file, split) or splits[file.name] for file in files}
+    named = {file: _folder_split(path, file, split) or splits[file.name] for file in files}
     chosen = [file for file in files if named[file] == split]
     if not chosen and split == "train":
         chosen = [file for file in files if not named[file]]
     if not chosen:
         found = ", ".join(sorted(file.name for file in files)) or f"no {one_of(SUFFIXES)}"
         raise ValueError(
-            f"--dataset {folder}: no file of split '{split}' in this folder "
+            f"--dataset {dataset}: no file of split '{split}' there "
             f"(found {found}); name the files, or set --dataset_split"
         )
     return sorted(chosen)
 
 
-def _folder_split(folder: str | Path, file: Path, asked: str) -> str | None:
-    """The split that a folder between `folder` and a file is named after."""
-    between = file.relative_to(Path(folder).expanduser()).parts[:-1]
+def _folder_split(path: Path, file: Path, asked: str) -> str | None:
+    """The split that a folder is named after which lies between a file and `path`, or a glob's fixed part."""
+    while glob.has_magic(str(path)) and not path.is_dir():
+        path = path.parent
+    between = file.relative_to(path).parts[:-1]
     return next((name for name in map(str.lower, between) if name in (*SPLITS, asked)), None)
 
 

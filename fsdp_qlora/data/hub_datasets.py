@@ -40,6 +40,11 @@ def disk_source(folder: str | Path, split: str) -> Source:
                 f"--dataset_split {split}: {folder} has the splits {', '.join(loaded)}"
             )
         loaded = loaded[split]
+    elif split not in ("train", str(loaded.split)):
+        raise ValueError(
+            f"--dataset_split {split}: {folder} is a single data set without splits; give the folder of "
+            "that split as --dataset, or save a DatasetDict"
+        )
     return arrow_source(loaded, str(folder))
 
 

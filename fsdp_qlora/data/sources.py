@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from .files import describe_files, file_source, find_files
+from .files import describe_files, file_source, find_files, would_read
 from .formats import Row
 from .hub_datasets import (
     arrow_source,
@@ -80,6 +80,8 @@ def open_source(
     if samples is not None and samples < 1:
         raise ValueError(f"--dataset_samples {samples}: give a number of rows above 0")
     if dataset == "dummy":
+        if split != "train":
+            raise ValueError(f"--dataset_split {split}: dummy has no splits; leave it out")
         source, samples = _dummy_source(samples or 512, dummy_words), None
     else:
         source = _whole_source(dataset, split, seed, streaming)
@@ -113,6 +115,17 @@ def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
         return hub_source(str(dataset), split, streaming)
     files = find_files(dataset, split)
     return file_source(files, describe_files(dataset, files))
+
+
+def reads_from(dataset: str, split: str, folder: str | Path) -> bool:
+    """Whether a data set, or one of several, would have what a run writes into `folder` among its rows."""
+    names = [dataset] if Path(dataset).expanduser().exists() else dataset.split(",")
+    found = [(_PART.fullmatch(name.strip()), name.strip()) for name in names]
+    return any(
+        would_read(part["name"] if part else name, split, Path(folder) / "metrics.jsonl")
+        for part, name in found
+        if not is_saved_by_datasets(part["name"] if part else name)
+    )
 
 
 # A name with [:N], its first N rows, and *W, how often an epoch has each of them; one at least.

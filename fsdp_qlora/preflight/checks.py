@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from ..catalog.families import positions_in
 from ..config import RunConfig, block_policies
+from ..data import reads_from
 from ..dist import Ranks, resolve_shard_group_size
 from ..experts import check_router_balance
 from ..export import weights_folder
@@ -43,6 +44,21 @@ def check_folders(config: RunConfig, size: int = 0):
     ):
         if getattr(config, flag):
             check_folder(flag, getattr(config, flag))
+    _check_apart(config)
+
+
+def _check_apart(config: RunConfig):
+    """Refuse an --output_dir whose files a later run, which resumes this one, would read as rows."""
+    for flag, split in (
+        ("dataset", config.dataset_split),
+        ("eval_dataset", config.eval_split or "train"),
+    ):
+        data = getattr(config, flag)
+        if data and reads_from(data, split, config.output_dir):
+            raise ValueError(
+                f"--output_dir {config.output_dir}: a run that resumes would read its files there as rows "
+                f"of --{flag} {data}; give another folder"
+            )
 
 
 def check_layout(config: RunConfig, model: nn.Module, ranks: Ranks, device: torch.device):

@@ -21,6 +21,7 @@ from ..data import (
     load_dataset,
     open_source,
     preview,
+    shared_rows,
     tokenize_rows,
 )
 from ..dist import print_main, ranks_from_env, run_on_node
@@ -95,6 +96,7 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         )
         for line in held_out.report.dropped_lines() if config.holds_out_a_data_set else ():
             print_main(f"  {line}")
+        _warn_of_shared_rows(config, data)
     if asked := keep_prompt_format(tokenizer, rows.report):
         print_main(
             "the tokenizer has no chat template; the saved tokenizer gets one with the prompt "
@@ -102,6 +104,18 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         )
     _check_prompts(config, tokenizer, held_out)
     return data
+
+
+def _warn_of_shared_rows(config: RunConfig, data: RunData):
+    """Say if held-out rows are trained on; of a stream, whose rows are not known, nothing."""
+    if data.stream is not None or not config.holds_out_a_data_set:
+        return
+    if shared := shared_rows(data.rows, data.held_out):
+        print_main(
+            f"warning: {shared} of {counted(len(data.held_out), 'held-out row')} "
+            f"{'is' if shared == 1 else 'are'} trained on too, so the held-out loss says little; hold out "
+            "other rows"
+        )
 
 
 def _check_prompts(
