@@ -261,12 +261,15 @@ def test_a_model_that_no_graph_can_hold_goes_on_without(capsys):
     assert "without CUDA graphs" in capsys.readouterr().out
 
 
-def test_a_run_with_evaluations_and_checkpoints_is_the_same_replayed(tmp_path):
+@pytest.mark.parametrize("ranks, strategy", [(1, "ddp"), (2, "full_shard")])
+def test_a_run_with_evaluations_and_checkpoints_is_the_same_replayed(ranks, strategy, tmp_path):
     """Padded to the same widths or not: what is read, saved and evaluated beside the graphs stays.
 
     Without dropout: in batches of other widths it drops other places. With it, and what else a run does
     if it is not told otherwise, a run is replayed too, to its end.
     """
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     folder, rows = save_chat_model(tmp_path / "tiny"), tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(
@@ -280,11 +283,11 @@ def test_a_run_with_evaluations_and_checkpoints_is_the_same_replayed(tmp_path):
         "--dataset",
         str(rows),
         "--sharding_strategy",
-        "ddp",
+        strategy,
         "--batch_size",
         "2",
         "--num_epochs",
-        "2",
+        str(2 * ranks),
         "--lr",
         "1e-3",
         "--eval_share",
@@ -303,7 +306,7 @@ def test_a_run_with_evaluations_and_checkpoints_is_the_same_replayed(tmp_path):
     }
     runs = run_ranks(
         call,
-        1,
+        ranks,
         [[*argv, *more, "--output_dir", str(tmp_path / name)] for name, more in cases.items()],
         grouped=False,
         device="cuda",
