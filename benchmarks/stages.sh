@@ -2,7 +2,7 @@
 # What docs/performance.md, memory.md, planner.md and checkpoints.md still lack, on one, two or four GPUs of a
 # machine, in stages of up to ten minutes; rows and logs go into a folder. ECHO=echo only prints commands.
 #   benchmarks/stages.sh 1 /tmp/rows auto packed dpo dpo_mixed recipes adapted long mixtures hybrids demo tests
-#   benchmarks/stages.sh 2 /tmp/rows tests checkpoints replayed memory auto shared packed trl gathers experts
+#   benchmarks/stages.sh 2 /tmp/rows graphs tests checkpoints replayed memory auto shared packed trl gathers experts
 #   benchmarks/stages.sh 4 /tmp/rows replayed loading shared packed strategies experts
 # Checkpoints are made in /dev/shm: 16 GB for 8B, 61 for `mixtures`, 140 for `loading`. `trl` and `dpo` need
 # trl and datasets. Stages of one GPU may run side by side, each with a CUDA_VISIBLE_DEVICES of its own.
@@ -86,8 +86,8 @@ for stage in "$@"; do
       --results "$out/models.jsonl" ;;
     1-tests) go 590 tests python3 -m pytest -m gpu tests/gpu/test_sinks.py tests/gpu/test_adapted_products.py ;;
     2-tests) go 580 tests python3 -m pytest -m gpu tests/gpu/test_groups_of_gpus_alone.py \
-      tests/gpu/test_graphs.py tests/gpu/test_offload.py tests/gpu/test_sharded_training.py \
-      -k "not replayed_steps_are" ;;
+      tests/gpu/test_offload.py tests/gpu/test_sharded_training.py ;;
+    2-graphs) go 580 graphs python3 -m pytest -m gpu tests/gpu/test_graphs.py -k "two_ranks or evaluations" ;;
     2-checkpoints) go 580 checkpoints python3 benchmarks/checkpointing.py --gpus 2 --steps 40 --every 8 \
       --results "$out/checkpointing.jsonl" ;;
     2-replayed) cells memory '^7B 1x(512|2048)( replayed)?, 2 GPUs' ;;
