@@ -389,7 +389,7 @@ def figures(text: str) -> set[str]:
 
 def test_every_figure_that_the_readme_opens_with_is_measured():
     opening = (ROOT / "README.md").read_text().partition("## Two commands")[0]
-    names = "performance.md", "memory.md", "planner.md"
+    names = "performance.md", "memory.md", "planner.md", "long_context.md"
     known = figures("\n".join((DOCS / name).read_text() for name in names))
     rows = (ROOT / "benchmarks/results/real_rows_h200_2026-11-29.jsonl").read_text().splitlines()
     for row in map(json.loads, rows):
