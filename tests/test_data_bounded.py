@@ -1,10 +1,19 @@
 """A hostile chat template ends in a counted row or one line, soon, and any other renders as ever."""
 
 import time
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
+from transformers.utils import chat_template_utils
 
-from fsdp_qlora.data import ChatTemplate, row_from_record, tokenize_rows
+from fsdp_qlora.data import (
+    ChatTemplate,
+    encode_prompt,
+    row_from_record,
+    template_bounds,
+    tokenize_rows,
+)
 from fsdp_qlora.data.templates import UnusableRow
 from tests.patience import patience
 
@@ -90,3 +99,27 @@ def test_what_templates_use_of_jinja_and_transformers_is_there(template):
             assert ChatTemplate(tokenizer).render(messages, tools) == tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False
             )
+
+
+def test_a_template_that_writes_the_date_gives_the_same_tokens_on_every_day(monkeypatch):
+    """A run that is stopped before midnight has the same rows, and resumes, after it."""
+    template = (
+        "{%- if strftime_now is defined %}{{ 'Today is ' + strftime_now('%d %b %Y %H:%M') + '\n' }}"
+        "{%- endif %}" + CHATML
+    )
+    tokenizer, messages = make_tokenizer(template), chat("Hello", "I am")
+    rows = [row_from_record({"messages": messages}, "f:1")]
+    found = []
+    for today in (template_bounds.DAY, datetime(2031, 1, 2, 3, 4)):
+        monkeypatch.setattr(
+            chat_template_utils, "datetime", SimpleNamespace(now=lambda today=today: today)
+        )
+        plain = tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens = tokenize_rows(rows, tokenizer, context_length=512)
+        found.append((ChatTemplate(tokenizer).render(messages) == plain, tokens.digest()))
+        assert "the chat template asks for the date" in tokens.report.format_report()
+    assert found == [(True, tokens.digest()), (False, tokens.digest())]
+    asked = encode_prompt(rows[0], tokenizer)
+    assert tokens.input_ids[: len(asked)].tolist() == asked
+    undated = tokenize_rows(rows, make_tokenizer("chatml"), context_length=512)
+    assert "date" not in undated.report.format_report()

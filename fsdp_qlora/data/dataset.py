@@ -36,7 +36,7 @@ from .templates import ChatTemplate, UnusableRow
 
 ROWS_PER_BATCH = 256  # tokenised together
 _BAR_AFTER_S = 2
-_CACHE_VERSION = 3  # raise it when the same input gives other tokens
+_CACHE_VERSION = 4  # raise it when the same input gives other tokens
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 from .conversation_warnings import empty_answers, left_out, untrained_reasoning
 from .formats import Row
 from .messages import check_encodable
+from .template_bounds import DAY
 from .templates import CUT, ChatTemplate, UnusableRow, sentinel
 
 TRAIN_ON = ("completion", "all")
@@ -177,6 +178,11 @@ def _render_chat(row: Row, chat: ChatTemplate) -> _Rendered:
         *empty_answers(messages, untrained),
         *untrained_reasoning(messages, spans, text, untrained),
         *_spelled_tokens([*row.messages, *(row.tools or [])], chat),
+        *(
+            [f"the chat template asks for the date, and gets {DAY:%d %b %Y}"]
+            if chat.is_dated
+            else []
+        ),
     ]
     cuts = _cuts(text)
     trained, not_trained = (

@@ -4,6 +4,9 @@ A template is a program of whoever made the model. Jinja's sandbox keeps it from
 it run for ever, or fill the memory. Here loops and calls are counted, and no text may grow beyond what a
 row could hold, so the same rows are refused on every rank; the clock is the last resort. All else is
 transformers' own environment: https://huggingface.co/docs/transformers/chat_templating
+
+But for the date: a template that writes today's (Llama 3.2, gpt-oss) gets DAY, so that rows have the same
+tokens on every day, and a run resumes after midnight.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from functools import lru_cache, wraps
 
 from jinja2 import Template, nodes
@@ -23,6 +27,7 @@ _STEP_SIZE = 1_000
 LARGEST = 2**26  # characters of a text, or items of a list
 _LARGEST_BITS = 10_000  # of a whole number
 SECONDS = 20.0
+DAY = datetime(2024, 7, 26)  # which Llama 3's templates write where they are told no date
 
 
 class OverBudget(Exception):
@@ -32,8 +37,10 @@ class OverBudget(Exception):
 class _Budget(threading.local):
     steps = 0
     deadline = float("inf")
+    is_dated = False
 
     def start(self):
+        self.is_dated = False
         self.steps, self.deadline = STEPS, time.monotonic() + SECONDS
 
     def spend(self, value=None):
@@ -63,6 +70,17 @@ def render(source: str, **values) -> str:
     return "".join(parts)
 
 
+def is_dated() -> bool:
+    """Whether this thread's last `render` asked for the date."""
+    return _budget.is_dated
+
+
+def _strftime_now(form: str) -> str:
+    """transformers' function of this name, on DAY."""
+    _budget.is_dated = True
+    return DAY.strftime(form)
+
+
 @lru_cache
 def compiled(source: str) -> Template:
     """A template as transformers compiles it, with what grows or repeats counted."""
@@ -78,6 +96,7 @@ def compiled(source: str) -> Template:
         return tree
 
     env._parse = counting
+    env.globals = {**env.globals, "strftime_now": _strftime_now}
     env.call = _counted(call)
     env.filters = {name: _counted(made) for name, made in env.filters.items()}
     env.filters |= {"_each": _each, "_held": _held}

@@ -59,7 +59,7 @@ class ChatTemplate:
         self.template = None if given and not made_here else FALLBACK_TEMPLATE
         # What asks in the form of rows that no template rendered.
         self.asks_with = given if made_here and not given.endswith(FALLBACK_TEMPLATE) else None
-        self.overruns = 0
+        self.overruns, self.is_dated = 0, False
         self._leads: dict[tuple[str, ...], list[str]] = {}
 
     @property
@@ -86,6 +86,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+            self.is_dated = self.is_dated or template_bounds.is_dated()
             return text.replace(ESCAPED_CUT, "")
         except Exception as error:  # a program of others may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:_REASON_LENGTH]
