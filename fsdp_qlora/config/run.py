@@ -14,14 +14,8 @@ from typing import Any
 
 from ..choices import STRATEGIES, Strategy
 from ..choices.formats import format_name
-from .checks import (
-    check_choices,
-    check_data_together,
-    check_numbers,
-    check_remote_code,
-    check_together,
-    check_types,
-)
+from .checks import check_choices, check_numbers, check_types
+from .combinations import check_data_together, check_remote_code, check_together
 from .lists import TERMINAL_FORMS, block_numbers, module_pattern, names_in, token_list
 from .options import (
     OLD_ALL_TARGETS,
