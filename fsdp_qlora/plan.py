@@ -38,7 +38,8 @@ class ModelPlan:
     product_dtype: str = "bf16"
     attention: str = _derived("sdpa")  # kernel
     masked: bool = _derived(False)  # a mask of T x T goes into attention, as sdpa has for windows
-    state_kernels: bool = _derived(True)  # delta nets run on kernels, not on plain torch
+    state_kernels: bool = _derived(True)  # mixers with a state run on kernels, not on plain torch
+    rows_apart: bool = _derived(False)  # these see each packed row by itself, not compiled
 
     @property
     def product_bytes(self) -> int:

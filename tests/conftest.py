@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fsdp_qlora.config import delta_kernels
+from fsdp_qlora.config import delta_kernels, scan_kernels
 from tests import reaper
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of what tests launch
@@ -27,16 +27,18 @@ def pytest_configure():
 
 @pytest.fixture
 def install(monkeypatch):
-    """Let packages that delta nets run on be installed, and a version of Triton: install({"fla"}, "3.6")."""
+    """Let packages that mixers run on be installed, and a version of Triton: install({"fla"}, "3.6")."""
 
     version = metadata.version
 
     def clear():
         delta_kernels.has_flash_linear_attention.cache_clear()
         delta_kernels.why_on_plain_torch.cache_clear()
+        scan_kernels.why_mamba2_on_plain_torch.cache_clear()
 
-    def let(packages: set[str], triton: str):
-        monkeypatch.setattr(delta_kernels, "find_spec", lambda name: name in packages or None)
+    def let(packages: set[str], triton: str = "3.3.1"):
+        for module in (delta_kernels, scan_kernels):
+            monkeypatch.setattr(module, "find_spec", lambda name: name in packages or None)
         of = {"triton": triton}
         monkeypatch.setattr(metadata, "version", lambda name: of.get(name) or version(name))
         clear()

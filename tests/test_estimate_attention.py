@@ -15,14 +15,15 @@ from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.machine import Machine, cpu_machine
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import attention, memory, resolve, step_seconds
-from fsdp_qlora.estimate.activations import _state_saved, _state_working
+from fsdp_qlora.estimate.activations import _state_saved
+from fsdp_qlora.estimate.mixers import mixer_held, mixer_saved
 from fsdp_qlora.model import attention as of_code
 from fsdp_qlora.model import flash_attention_4 as fa4
 from fsdp_qlora.model.delta_nets import apply_delta_rule
 from fsdp_qlora.model.delta_rule import delta_rule_backward
 from fsdp_qlora.plan import Plan
 
-from .allocations import peak_bytes
+from .allocations import peak_bytes, saved_bytes
 from .estimates import H100
 from .families import EVERY_FAMILY, family_config
 from .test_docs import ROOT
@@ -143,18 +144,14 @@ def test_a_delta_net_on_plain_torch_keeps_what_is_estimated(heads, size, by_chan
     """Traced in transformers' mixers, the inputs' gradients wanted and no weight's."""
     mixer, config = delta_net(heads, size, by_channel)
     given = torch.randn(1, 256, 64, dtype=torch.bfloat16, requires_grad=True)
-    saved, weights = {}, {p.untyped_storage().data_ptr() for p in mixer.parameters()}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage().data_ptr()] = x  # kept alive, so that no place is used twice
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        mixer(given)
-    sizes = [x.untyped_storage().nbytes() for at, x in saved.items() if at not in weights]
     plan = Plan().change(micro_batch_size=1, context_length=256, state_kernels=False)
     shape = shape_from_config(config).kinds[0]
-    assert _state_saved(shape, plan) == pytest.approx(sum(sizes), rel=bound)
+    frozen = saved_bytes(mixer, lambda: mixer(given))
+    assert mixer_saved(shape, plan) == pytest.approx(frozen, rel=bound)
+    # An adapted last layer keeps its input too.
+    (mixer.o_proj if by_channel else mixer.out_proj).requires_grad_()
+    more = _state_saved(shape, plan) - _state_saved(shape, plan.change(targets=("q_proj",)))
+    assert more == saved_bytes(mixer, lambda: mixer(given)) - frozen
 
 
 @pytest.mark.parametrize("heads, size", [(2, 64), (4, 32), (4, 128)])
@@ -169,8 +166,8 @@ def test_the_backward_of_a_delta_net_on_plain_torch_holds_what_is_estimated(
     held = peak_bytes(lambda: delta_rule_backward(*given, 1, True))
     shape = shape_from_config(delta_net(heads, size, by_channel)[1]).kinds[0]
     plan = Plan().change(micro_batch_size=1, context_length=tokens, state_kernels=False)
-    assert _state_working(shape, plan) == pytest.approx(held, rel=0.05)
-    assert _state_working(shape, plan.change(state_kernels=True)) == 0
+    assert mixer_held(shape, plan) == pytest.approx(held, rel=0.05)
+    assert mixer_held(shape, plan.change(state_kernels=True)) == 0
 
 
 def test_a_run_without_kernels_for_delta_nets_says_so_and_takes_more(install):
@@ -184,5 +181,5 @@ def test_a_run_without_kernels_for_delta_nets_says_so_and_takes_more(install):
     with_kernels, without = (memory(shape, plan).peak_allocated for plan in plans)
     assert with_kernels + 1 < without
     fast, slow = (step_seconds(shape, H100, plan) for plan in plans)
-    assert fast.parts["delta_nets"] == 0 < slow.parts["delta_nets"]
-    assert fast.total + slow.parts["delta_nets"] < slow.total  # blocks run again
+    assert fast.parts["mixers"] == 0 < slow.parts["mixers"]
+    assert fast.total + slow.parts["mixers"] < slow.total  # blocks run again

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_flatten
 from fsdp_qlora.catalog.arch import ModelShape, shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.estimate import constants, step_seconds
-from fsdp_qlora.estimate.delta_nets import bytes_of_rule, rule_launches, rule_seconds
+from fsdp_qlora.estimate.delta_nets import bytes_of_rule
+from fsdp_qlora.estimate.mixers import mixer_launches, mixer_seconds
 from fsdp_qlora.estimate.speed import launch_seconds
 from fsdp_qlora.model.delta_rule import delta_rule, delta_rule_backward
 from fsdp_qlora.plan import Plan
@@ -79,7 +80,7 @@ def test_the_op_launches_and_moves_what_is_counted(size, by_channel):
     shape = shape_of(size, by_channel)
     moved = constants.TORCH_RULE_FORWARD, constants.TORCH_RULE_BACKWARD
     for done, counted, launches in zip(
-        (forward, backward), moved, rule_launches(shape, PLAN), strict=True
+        (forward, backward), moved, mixer_launches(shape, PLAN), strict=True
     ):
         assert launches == pytest.approx(done.launches, abs=2)
         assert bytes_of_rule(shape.block.mixer, PLAN, counted) == pytest.approx(
@@ -91,17 +92,17 @@ def test_without_a_delta_net_or_with_kernels_for_it_nothing_is_counted():
     shape, kernels = shape_of(64, False), PLAN.change(state_kernels=True)
     attention = shape_from_config(family_config("Qwen3").to_dict())
     for net, plan in ((shape, kernels), (attention, PLAN)):
-        assert rule_seconds(net, plan, find_gpu("H200")) == rule_launches(net, plan) == (0, 0)
+        assert mixer_seconds(net, plan, find_gpu("H200")) == mixer_launches(net, plan) == (0, 0)
 
 
 def test_rows_that_are_twice_as_long_or_run_again_take_longer_by_what_is_counted():
     shape, gpu = shape_of(128, False), find_gpu("H200")
-    once = rule_seconds(shape, PLAN, gpu)
-    twice = rule_seconds(shape, PLAN.change(context_length=2 * TOKENS), gpu)
+    once = mixer_seconds(shape, PLAN, gpu)
+    twice = mixer_seconds(shape, PLAN.change(context_length=2 * TOKENS), gpu)
     assert twice == pytest.approx([2 * x for x in once])
     # One row more shares the loop's steps, which few heads do not fill.
-    assert rule_seconds(shape, PLAN.change(micro_batch_size=2), gpu) < twice
-    forward, backward = rule_launches(shape, PLAN)
+    assert mixer_seconds(shape, PLAN.change(micro_batch_size=2), gpu) < twice
+    forward, backward = mixer_launches(shape, PLAN)
     kept, again = (
         PLAN.change(activation_policy=policy) for policy in ("keep_all", "recompute_all")
     )
@@ -109,5 +110,5 @@ def test_rows_that_are_twice_as_long_or_run_again_take_longer_by_what_is_counted
         with_kernels = plan.change(state_kernels=True)
         more = launch_seconds(shape, plan) - launch_seconds(shape, with_kernels)
         assert more == pytest.approx(shape.layers * launches * constants.TORCH_LAUNCH)
-        busy = step_seconds(shape, gpu, plan).parts["delta_nets"]
+        busy = step_seconds(shape, gpu, plan).parts["mixers"]
         assert busy == pytest.approx(shape.layers * sum(once))

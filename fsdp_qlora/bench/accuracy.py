@@ -11,7 +11,7 @@ from ..catalog.hardware import find_gpu
 from ..choices import OPTIMIZERS
 from ..estimate import Memory, Peak, StepTime, memory, step_seconds
 from ..estimate.constants import CONTEXT_GIB, NCCL_GIB
-from ..estimate.delta_nets import on_plain_torch
+from ..estimate.mixers import on_plain_torch
 from ..plan import Plan
 from .row import BenchRow, plan_of
 

@@ -76,7 +76,7 @@ class BenchRow:
     attention_offload: bool = False  # older code's rows kept attention's outputs on the GPU
     sequence_parallel: int = 1
     keep_fp8_weights: bool = False
-    state_kernels: bool = False  # of delta nets: flash-linear-attention's, which no older row had
+    state_kernels: bool = False  # of mixers with a state, which no older row had
     steps_measured: int = 0
     seconds_per_step: float | None = None
     seconds_p10: float | None = None

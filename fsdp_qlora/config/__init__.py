@@ -1,7 +1,7 @@
 """The settings of a run, their checks, and the flags, recipes and pages made from them. No torch.
 
 Modules, each importing only from those before it: settings, lists, without_effect, options, checks,
-combinations, delta_kernels, run, defaults, migration, recipe, flags, reference.
+combinations, delta_kernels, scan_kernels, run, defaults, migration, recipe, flags, reference.
 """
 
 from .lists import block_policies

@@ -12,9 +12,9 @@ from ..choices import POLICIES
 from ..config.run import chunk_tokens
 from ..plan import BYTES, WITHOUT_MASKS, Plan
 from . import constants, experts, magnitudes
-from .delta_nets import bytes_of_rule, on_plain_torch
 from .kinds import mean_of_blocks, most_of_blocks
 from .magnitudes import needs_last_output
+from .mixers import mixer_held, mixer_saved
 from .vocabulary import trains_head
 from .weights import as_given, most_trained
 
@@ -102,26 +102,16 @@ def _state_saved(shape: ModelShape, plan: Plan) -> float:
     """Bytes that a mixer with a state saves: what it takes, before and after its convolution, and gives.
 
     As kernels that make the state of a chunk again in their backward do; the attention within a chunk is
-    kept, a row of it for each token and head. Plain torch keeps no such row, but copies of queries, keys
-    and values, decays by channel in fp32 and, eager, three values of the gated norm.
+    kept, a row of it for each token and head. Plain torch keeps more (mixers.py).
     """
     if not shape.block or not shape.state_width:
         return 0.0
-    mixer, a = shape.block.mixer, plan.model.product_bytes
-    given = mixer.linears[-1][1][1]
-    values = a * 2 * shape.state_width
-    if not on_plain_torch(shape, plan):
-        return plan.batch.tokens * (
-            values + a * (given + constants.STATE_CHUNK * mixer.state_heads)
-        )
-    of_norm = 0 if plan.loop.compile else 12 - a
-    return plan.batch.tokens * (values + given * (3 * a + of_norm + 4 * mixer.decays_by_channel))
-
-
-def _state_working(shape: ModelShape, plan: Plan) -> float:
-    """What the backward of a delta net without kernels holds: all steps of its chunks in fp32."""
-    net = on_plain_torch(shape, plan)
-    return 0.0 if net is None else bytes_of_rule(net, plan, constants.TORCH_RULE_HELD)
+    mixer, each = shape.block.mixer, plan.batch.tokens * plan.model.product_bytes
+    given, on_torch = mixer.linears[-1][1][1], mixer_saved(shape, plan)
+    if on_torch is None:
+        values = 2 * shape.state_width + given + constants.STATE_CHUNK * mixer.state_heads
+        return each * values
+    return on_torch + each * given * (not mixer.heads and _inputs_kept(shape, plan)["o_proj"])
 
 
 def _adapter_saved(shape: ModelShape, plan: Plan) -> float:
@@ -206,7 +196,7 @@ def widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[floa
     gone += _output_copy(shape, plan, policy)
     if tiles > 1:
         places.append((saved - gone, _attention_working(shape, plan, policy)))
-    places.append((saved - gone, _state_working(shape, plan)))
+    places.append((saved - gone, mixer_held(shape, plan)))
     return max(places, key=sum)
 
 

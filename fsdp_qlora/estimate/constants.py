@@ -80,6 +80,21 @@ TORCH_STEP_SECONDS = 10e-6
 # and its bytes, products and steps count for 0.39. That op also solved triangular systems by cuBLAS, which
 # today's does not, and no profile says how long that took: the op may be faster than estimated.
 TORCH_RULE_SHARE = 0.73
+# Of Mamba 2 on plain torch (mamba2.py), traced, in values of 4 bytes per token, beside what sums are over: a
+# row of a chunk and a value's state for each head, values of all heads, states, one for each chunk, B with C.
+SCAN_FORWARD = (14.7, 13.8, 42.2, 7.5, 3.8)  # read and written, eager
+SCAN_BACKWARD = (25.9, 28.6, 72.5, 12.3, 5.3)
+SCAN_HELD = (5.8, 7.2)  # by a compiled backward at most: the first, or the second
+SCAN_LAUNCHES = (80, 109), (26, 37)  # of a forward and a backward, eager and compiled
+CACHE_RATE = 2  # of a copy's: what compiled sums read again and again. Not measured
+# Of lightning attention (lightning.py), in values of the compute dtype per token: a row of a chunk for each
+# head, values of all heads, a state for each chunk, and values of all heads for each chunk of a row.
+LIGHTNING_HELD = 8.2  # by its backward, in values of all heads
+LIGHTNING_FORWARD = (4.8, 55.2, 7.6, 0)  # read and written
+LIGHTNING_BACKWARD = (6.6, 90.2, 7.2, 12.4)
+LIGHTNING_LAUNCHES = (18, 13), (10, 22)  # once and for each chunk, of a forward and a backward
+# More of several rows, whose chunks are copied for products: values of all heads, and launches of a chunk.
+LIGHTNING_COPIES, LIGHTNING_COPY_LAUNCHES = (10.5, 2), (6, 2)
 STATE_PASSES = (
     6  # of what a mixer convolves, read or written by a forward; a backward twice as many
 )

@@ -5,18 +5,28 @@ Heads are of size D, chunks of C tokens. Counts are traced; what a GPU reaches o
 
 from __future__ import annotations
 
-from ..catalog.arch import ModelShape
 from ..catalog.blocks import Mixer
 from ..catalog.gpu import Gpu
 from ..plan import Plan
 from . import constants
-from .kinds import mean_of_blocks
 
 
-def on_plain_torch(shape: ModelShape, plan: Plan) -> Mixer | None:
-    """The delta net of a block, where it has one and no kernels for it."""
-    has_one = shape.block and shape.block.mixer.is_delta_net and not plan.model.state_kernels
-    return shape.block.mixer if shape.block and has_one else None
+def saved_bytes(net: Mixer, plan: Plan) -> float:
+    """Bytes that the mixer's forward saves for its backward.
+
+    What goes into its convolution and comes out, copies of queries, keys and values, decays by channel in
+    fp32 and, eager, three values of the gated norm.
+    """
+    a, given = plan.model.product_bytes, net.linears[-1][1][1]
+    taken = sum(out for _, (out, _) in net.linears[:-1])
+    of_norm = 0 if plan.loop.compile else 12 - a
+    values = 2 * a * taken + given * (3 * a + of_norm + 4 * net.decays_by_channel)
+    return plan.batch.tokens * values
+
+
+def held_bytes(net: Mixer, plan: Plan) -> float:
+    """Bytes that its backward holds beside these: all steps of its chunks in fp32."""
+    return bytes_of_rule(net, plan, constants.TORCH_RULE_HELD)
 
 
 def bytes_of_rule(net: Mixer, plan: Plan, counted: tuple[float, ...]) -> float:
@@ -28,16 +38,12 @@ def bytes_of_rule(net: Mixer, plan: Plan, counted: tuple[float, ...]) -> float:
     return 4 * plan.batch.tokens * net.state_heads * each
 
 
-@mean_of_blocks
-def rule_seconds(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[float, float]:
+def seconds(net: Mixer, plan: Plan, gpu: Gpu) -> tuple[float, float]:
     """Seconds of a GPU for the rule in one block: forward, and backward, which makes the chunks again.
 
     Products of chunks read more than they compute on tensor cores, so that their bytes count. In the loop
     over chunks they are in fp32, one after the other; in fp32 all are.
     """
-    net = on_plain_torch(shape, plan)
-    if net is None:
-        return 0.0, 0.0
     copies = gpu.reached_bandwidth_gb_s * 1e9 * constants.COPY_SHARE
     forward, backward = (
         bytes_of_rule(net, plan, moved) / copies
@@ -62,11 +68,8 @@ def _product_seconds(net: Mixer, plan: Plan, gpu: Gpu) -> float:
     return plan.batch.tokens * net.state_heads * each / _fp32_rate(gpu)
 
 
-def rule_launches(shape: ModelShape, plan: Plan) -> tuple[float, float]:
+def launches(net: Mixer, plan: Plan) -> tuple[float, float]:
     """Operations that the host launches for the rule in a block's forward, and in its backward."""
-    net = on_plain_torch(shape, plan)
-    if net is None:
-        return 0.0, 0.0
     forward, backward = constants.TORCH_RULE_LAUNCHES[net.decays_by_channel]
     return forward + _steps(plan), backward + 2 * _steps(plan)
 

@@ -12,10 +12,12 @@ from operator import attrgetter
 from typing import Any
 
 from ..catalog.arch import ModelShape
+from ..catalog.blocks import Mixer
 from ..catalog.gpu import Gpu
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..config.delta_kernels import why_on_plain_torch
+from ..config.scan_kernels import why_mamba2_on_plain_torch
 from ..config.settings import shown
 from ..plan import Plan
 from ..plan_draft import draft_plan, replays_pay, with_learning_rate
@@ -80,7 +82,8 @@ def resolve(
     plan = _with_offload(plan, shape, machine)
     if shape is None:
         return plan.change(attention_offload=plan.memory.activation_offload)
-    plan = _with_state_kernels(with_learning_rate(plan, shape.hidden), shape, machine)
+    plan = with_learning_rate(plan, shape.hidden)
+    plan = _with_state_kernels(plan, config, shape, machine)
     if config.mlp_tiles == AUTO:
         plan = _with_tiles(plan, config, shape, machine)
     if plan.memory.mlp_tiles > 1:
@@ -103,19 +106,39 @@ def _with_attention(
     return plan.change(attention=attention, masked=makes_masks(config, shape, attention))
 
 
-def _with_state_kernels(plan: Plan, shape: ModelShape, machine: Machine) -> Plan:
-    """Whether delta nets run on kernels, which is said where a GPU could."""
-    mixers = [kind.block.mixer for kind, _ in shape.block_kinds() if kind.block]
-    channels = {m.decays_by_channel for m in mixers if m.is_delta_net}
-    found = [why_on_plain_torch(machine.gpu.is_hopper, by_channel) for by_channel in channels]
-    if machine.is_cpu or not any(found):
+def _with_state_kernels(plan: Plan, config: RunConfig, shape: ModelShape, machine: Machine) -> Plan:
+    """Whether mixers with a state run on kernels, which is said where a GPU could, and compiled."""
+    kinds = [kind.block.mixer for kind, _ in shape.block_kinds() if kind.block]
+    mixers = list(dict.fromkeys(mixer for mixer in kinds if mixer.rule))
+    if not mixers:
         return plan
-    reason, remedy = next(filter(None, found))
-    said = (
-        f"{reason}: the delta nets of {shape.family} run on plain torch, "
-        f"which is slower and takes more memory in its backward ({remedy})"
+    plan = plan.change(rows_apart=config.packing)
+    if machine.is_cpu:
+        return plan.change(state_kernels=False)
+    said = [_on_plain_torch(mixer, shape, plan, machine.gpu) for mixer in mixers]
+    if not any(said):
+        return plan
+    return plan.choose(next(filter(None, said)), state_kernels=False)
+
+
+def _on_plain_torch(mixer: Mixer, shape: ModelShape, plan: Plan, gpu: Gpu) -> str:
+    """Why a mixer runs on plain torch, what follows and what helps, in a line; empty if on kernels."""
+    if mixer.rule == "lightning":
+        return (
+            f"the lightning attention of {shape.family} runs on plain torch, which is slower and takes "
+            "more memory: transformers has no kernels for it"
+        )
+    if mixer.rule == "delta":
+        why, more = why_on_plain_torch(gpu.is_hopper, mixer.decays_by_channel), ""
+    else:
+        why, more = why_mamba2_on_plain_torch(), " and most with --packing" * plan.model.rows_apart
+    if why is None:
+        return ""
+    what = dict(delta="delta nets", mamba2="Mamba mixers")[mixer.rule]
+    return (
+        f"{why[0]}: the {what} of {shape.family} run on plain torch, which is slower and takes more "
+        f"memory in its backward{more} ({why[1]})"
     )
-    return plan.choose(said, state_kernels=False)
 
 
 def _check_kept_fp8(plan: Plan):

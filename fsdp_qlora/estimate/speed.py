@@ -17,7 +17,6 @@ from ..choices.strategies import BUCKET_BYTES
 from ..plan import BYTES, Plan
 from . import constants
 from .activations import exchanged
-from .delta_nets import rule_launches, rule_seconds
 from .experts import adapted_experts, routings
 from .flops import adapted_linears, flops_per_token
 from .kept import offloaded, offloaded_of_blocks
@@ -31,6 +30,7 @@ from .memory_traffic import (
     tile_traffic,
     unpack_traffic,
 )
+from .mixers import mixer_launches, mixer_seconds
 from .vocabulary import embeddings_by_rows, head_bytes, travelling_rows
 from .weights import (
     all_trained,
@@ -143,7 +143,7 @@ def compute_parts(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, float]:
         / copies
         * _unpack_slowdown(gpu),
         quantization=layers * sum(map(sum, quantize_traffic(shape, plan).values())) / copies,
-        delta_nets=layers * sum(rule_seconds(shape, plan, gpu)),
+        mixers=layers * sum(mixer_seconds(shape, plan, gpu)),
         loss=7 * logits / copies,
     )  # seven passes of a fused kernel
 
@@ -199,7 +199,7 @@ def _rerun_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> float:
     )
     counts = Counter(plan.memory.policies(shape))
     rerun = sum(count for policy, count in counts.items() if POLICIES[policy].recomputes)
-    forward, _ = rule_seconds(shape, plan, gpu)
+    forward, _ = mixer_seconds(shape, plan, gpu)
     return rerun * (routings(shape, plan) * constants.ROUTING_SECONDS + forward) + sum(
         count * moved / (copies * share[kind])
         for policy, count in counts.items()
@@ -240,7 +240,7 @@ def launch_seconds(shape: ModelShape, plan: Plan) -> float:
         name: (constants.RERUN_LAUNCH if policy.keeps_linears else whole) * policy.recomputes
         for name, policy in POLICIES.items()
     }
-    forward, backward = (constants.TORCH_LAUNCH * found for found in rule_launches(shape, plan))
+    forward, backward = (constants.TORCH_LAUNCH * found for found in mixer_launches(shape, plan))
     return sum(
         count * (once * (3 + again[policy]) + hooks)
         + count * (forward * (1 + POLICIES[policy].recomputes) + backward)

@@ -12,10 +12,12 @@ from collections.abc import Callable
 
 from .gemma import gemma3n, gemma4
 from .hybrids import (
+    bamba,
     falcon_h1,
     granite_hybrid,
     kimi_linear,
     lfm2,
+    minimax,
     nemotron_h,
     olmo_hybrid,
     qwen_hybrid,
@@ -51,10 +53,12 @@ _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
     "glm4_moe_lite": deepseek,
     "glm4_moe": glm4_moe,
     "granitemoehybrid": granite_hybrid,
+    "bamba": bamba,
     "falcon_h1": falcon_h1,
     "lfm2": lfm2,
     "lfm2_moe": lfm2,
     "llama4_text": llama4,
+    "minimax": minimax,
     "minimax_m2": normed_mixture,
     "olmoe": normed_mixture,
     "flex_olmo": flex_olmo,
@@ -81,7 +85,7 @@ _LEFT_OUT = dict.fromkeys(
     ),
     _OF_EXPERTS,
 ) | {
-    **dict.fromkeys(("granitemoehybrid", "falcon_h1", "nemotron_h"), ("out_proj",)),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"), ("out_proj",)),
     "gemma3n_text": ("correction_coefs", "prediction_coefs"),
 }
 

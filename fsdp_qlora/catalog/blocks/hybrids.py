@@ -26,7 +26,7 @@ def _delta_net(c: dict, fused: bool) -> Mixer:
         beside=(("conv1d", conv), ("dt_bias", heads), ("A_log", heads), ("norm", size)),
         state=heads * size * c["linear_key_head_dim"],
         state_heads=heads,
-        is_delta_net=True,
+        rule="delta",
     )
 
 
@@ -62,7 +62,7 @@ def olmo_hybrid(c: dict, layer: int) -> Block:
         ),
         state=values * c["linear_key_head_dim"],
         state_heads=heads,
-        is_delta_net=True,
+        rule="delta",
     )
     return Block(mixer, dense(c), norms(c))
 
@@ -81,6 +81,8 @@ def _mamba(c: dict, width: int, norm: bool, prefix: str = "") -> Mixer:
         in_16_bits=(prefix + "out_proj",),
         state=width * c["mamba_d_state"],
         state_heads=heads,
+        rule="mamba2",
+        chunk=c.get("mamba_chunk_size") or 256,
     )
 
 
@@ -96,6 +98,13 @@ def granite_hybrid(c: dict, layer: int) -> Block:
     return Block(mixer, replace(mlp, linears=linears, width=mlp.width + shared), norms(c))
 
 
+def bamba(c: dict, layer: int) -> Block:
+    """Mamba 2 in every block, but for attention in those of some numbers."""
+    attends = layer in (c.get("attn_layer_indices") or ())
+    mixer = attention(c) if attends else _mamba(c, c["mamba_n_heads"] * c["mamba_d_head"], True)
+    return Block(mixer, dense(c), norms(c, "input_layernorm", "pre_ff_layernorm"))
+
+
 def falcon_h1(c: dict, layer: int) -> Block:
     """Attention and a Mamba mixer side by side in each block."""
     width = c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
@@ -108,6 +117,8 @@ def falcon_h1(c: dict, layer: int) -> Block:
         in_16_bits=mamba.in_16_bits,
         state=mamba.state,
         state_heads=mamba.state_heads,
+        rule=mamba.rule,
+        chunk=mamba.chunk,
     )
     return Block(mixer, dense(c), norms(c, "input_layernorm", "pre_ff_layernorm"))
 
@@ -161,7 +172,7 @@ def _kimi_delta(c: dict) -> Mixer:
         ),
         state=width * size,
         state_heads=heads,
-        is_delta_net=True,
+        rule="delta",
         decays_by_channel=True,
     )
 
@@ -191,8 +202,10 @@ def nemotron_h(c: dict, layer: int) -> Block:
             mamba_d_state="ssm_state_size",
             mamba_d_conv="conv_kernel",
             mamba_conv_bias="use_conv_bias",
+            mamba_chunk_size="chunk_size",
         )
-        given = c | {name: c[field] for name, field in names.items() if field in c}
+        given = dict(chunk_size=128) | c
+        given |= {name: given[field] for name, field in names.items() if field in given}
         width = c["mamba_num_heads"] * c["mamba_head_dim"]
         return Block(_mamba(given, width, norm=True), Mlp(), one)
     if kind == "mlp":
@@ -210,3 +223,28 @@ def nemotron_h(c: dict, layer: int) -> Block:
         of_experts=(("experts.up_proj", (width, inputs)), ("experts.down_proj", (inputs, width))),
     )
     return Block(nothing, mlp, one)
+
+
+def minimax(c: dict, layer: int) -> Block:
+    """MiniMax 01 (arXiv:2501.08313): lightning attention and attention in turn, and experts everywhere."""
+    kinds = c.get("layer_types") or ("linear_attention", "full_attention")
+    attends = kinds[layer % len(kinds)] == "full_attention"
+    mixer = attention(c) if attends else _lightning(c)
+    per_token, width = c["num_experts_per_tok"], c["intermediate_size"]
+    return Block(mixer, experts(c, c["num_local_experts"], per_token, width), norms(c))
+
+
+def _lightning(c: dict) -> Mixer:
+    """Lightning attention (arXiv:2401.04658): a decay for each head, and a gate of what it gives."""
+    d, heads = c["hidden_size"], c["num_attention_heads"]
+    size = c.get("head_dim") or d // heads
+    width = heads * size
+    linears = (("qkv_proj", (3 * width, d)), ("output_gate", (width, d)), ("out_proj", (d, width)))
+    return Mixer(
+        linears=linears,
+        beside=(("norm", width),),
+        state=width * size,
+        state_heads=heads,
+        rule="lightning",
+        chunk=c.get("block_size") or 256,
+    )

@@ -25,7 +25,8 @@ class Mixer:
     in_16_bits: tuple[str, ...] = ()  # layers that are never quantized: the model's code reads them
     state: int = 0  # values of the state that every token updates and reads
     state_heads: int = 0
-    is_delta_net: bool = False  # whose kernels are flash-linear-attention's, if that is installed
+    rule: str = ""  # by which it does: "delta", "mamba2" or "lightning"
+    chunk: int = 0  # tokens that transformers' plain torch takes at once
     decays_by_channel: bool = False  # of a head's keys, not by head
 
 
