@@ -90,7 +90,8 @@ def subject_lines(found: Estimate) -> list[str]:
         found.machine.describe(),
         settings_line(found)
         + f"; {plan.batch.micro_batch_size} x {plan.batch.context_length:,} tokens per GPU"
-        + (f", {plan.batch.accumulation} times a step" if plan.batch.accumulation > 1 else ""),
+        + (f", {plan.batch.accumulation} times a step" if plan.batch.accumulation > 1 else "")
+        + (", replayed from CUDA graphs" if plan.replays(shape) else ""),
     ]
 
 
