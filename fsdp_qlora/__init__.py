@@ -32,7 +32,7 @@ PUBLIC = {
     "load_quantized": "integrations.streamed",
     "streamed_model": "integrations.streamed",
     "shard_and_load": "integrations.streamed",
-    "TokenizedDataset": "data.dataset",
+    "TokenizedDataset": "data.tokenized",
     "QuantLinear": "quantization.quantize",
     "quantize_linears": "quantization.quantize",
     "dequantize_linears": "quantization.quantize",

@@ -5,7 +5,7 @@ from .adapters import trainable_parameters as trainable_parameters
 from .build import build_model as build_model
 from .config import RunConfig as RunConfig
 from .config import plan_batches as plan_batches
-from .data.dataset import TokenizedDataset as TokenizedDataset
+from .data.tokenized import TokenizedDataset as TokenizedDataset
 from .dist import full_tensor as full_tensor
 from .dist import local_rows as local_rows
 from .dist import process_group as process_group

@@ -14,6 +14,7 @@ import torch
 
 from fsdp_qlora.data import DataReport, Row, load_dataset, preview, tokenize_rows
 from fsdp_qlora.data import dataset as dataset_module
+from fsdp_qlora.data import tokenized as tokenized_module
 from tests.patience import patience
 
 from .test_data_tokenizers import chat, make_tokenizer, trained_text
@@ -361,13 +362,13 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(
 ):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"])
     options = dict(context_length=64, cache_dir=tmp_path / "cache")
-    save_file = dataset_module.save_file
+    save_file = tokenized_module.save_file
 
     def saved_wrongly(tensors, path, metadata):
         save_file(tensors, path, metadata)
         path.write_bytes(damaged(path.read_bytes(), "one id"))
 
-    monkeypatch.setattr(dataset_module, "save_file", saved_wrongly)
+    monkeypatch.setattr(tokenized_module, "save_file", saved_wrongly)
     for is_writer in (True, False):
         with pytest.raises(
             ValueError, match="--data_cache .*right after it was written; check the "

@@ -8,18 +8,11 @@ takes plain arguments; none knows of models, processes or configurations.
 
 Modules, each importing only from those before it: messages, formats, records, files, hub_datasets,
 sources, template_bounds, templates, conversation_warnings, masking, collate, report, prompt_format,
-node_share, cache, dataset, packing, sampler, loader, lengths, stream.
+node_share, cache, tokenized, kept_rows, dataset, packing, sampler, loader, lengths, stream.
 """
 
 from .collate import choose_pad_token_id, collate, filler
-from .dataset import (
-    Subset,
-    TokenizedDataset,
-    hold_out,
-    load_dataset,
-    shared_rows,
-    tokenize_rows,
-)
+from .dataset import load_dataset, tokenize_rows
 from .formats import Row, row_from_record
 from .lengths import RowLengths, row_lengths
 from .loader import Step, StepLoader, num_trained_tokens, on_device
@@ -32,6 +25,7 @@ from .sampler import BinSampler, StepSampler, rank_share, step_sampler
 from .sources import SAMPLED_NAMES, open_source, read_rows, reads_from
 from .stream import StreamBinSampler, StreamLoader, StreamSampler
 from .templates import ChatTemplate
+from .tokenized import Subset, TokenizedDataset, hold_out, shared_rows
 
 __all__ = [
     "NAMES",

@@ -24,9 +24,9 @@ from .collate import (
     filler,
     padded_length,
 )
-from .dataset import TokenizedDataset
 from .packing import balanced, collate_packed, pack
 from .sampler import BinSampler, StepSampler, rank_share
+from .tokenized import TokenizedDataset
 
 
 @dataclass

@@ -26,7 +26,7 @@ from operator import itemgetter
 import numpy as np
 
 from .collate import Example, PadTo
-from .dataset import as_example, check_vocab_size, cut_and_count, groups
+from .dataset import cut_and_count, groups
 from .loader import Collation, Step, num_trained_tokens, relative_weights, share_bins, share_out
 from .masking import Encoded, encode_rows
 from .packing import window_bins
@@ -34,6 +34,7 @@ from .records import Source
 from .report import DataReport
 from .sampler import check_same
 from .templates import ChatTemplate
+from .tokenized import as_example, check_vocab_size
 
 _RawRow = tuple[int, str, dict | bytes]  # place in the epoch, place in the files, record
 _ReadRow = tuple[int, str, Encoded]
