@@ -196,7 +196,7 @@ def _weight_offsets(batch: list[WeightChunk]) -> Tensor:
     # repeat_interleave gives each piece one warp: 1.7 ms for 13 million values (docs/LOG.md).
     index = torch.arange(starts[-1], device=device, dtype=torch.int32)
     ends = sent(starts[1:], torch.int32, device)
-    return sent_there[:, torch.bucketize(index, ends, right=True, out_int32=True)]
+    return sent_there.index_select(1, torch.bucketize(index, ends, right=True, out_int32=True))
 
 
 def _place_of_update(p: Tensor) -> torch.device:
