@@ -80,6 +80,16 @@ def test_a_mistake_is_heard_by_ranks_that_wait_and_by_ranks_that_make_one(client
     assert not any(isinstance(store, Exception) for store in again), again
 
 
+def test_a_rank_that_comes_later_hears_what_one_left_that_is_gone(clients):
+    """Only in a store that began with this start: in torchrun's it may be of an earlier one."""
+    first, second = clients(2)
+    broadcast_error(first, 1, 2, "--lr is wrong", patience_s=0.1)
+    with pytest.raises(OSError, match="not all 2 ranks"):
+        rendezvous(second, 0, 2, timedelta(seconds=0.3), ErrorKey(second))
+    with pytest.raises(ErrorOnAnotherRank, match="rank 1: --lr is wrong"):
+        rendezvous(second, 0, 2, SOON, ErrorKey(second, is_new=True))
+
+
 RANKS = 256
 
 

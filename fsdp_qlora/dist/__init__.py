@@ -3,7 +3,8 @@
 One rank is a world like any other: the same code runs with a group of one, so there is no second path to
 keep right. Nothing else reads the launcher's variables or calls a collective over all ranks.
 
-Modules, each importing only from those before it: ranks, rank_store, groups, collectives, sharded_tensors.
+Modules, each importing only from those before it: ranks, store_connection, rank_store, groups, collectives,
+sharded_tensors.
 """
 
 from .collectives import (
@@ -19,6 +20,7 @@ from .collectives import (
     reduce_scatter_rows,
     sum_over_ranks,
 )
+from .store_connection import common_store
 from .groups import (
     broadcast_by_main,
     broadcast_error,
@@ -33,7 +35,7 @@ from .groups import (
     shard_mesh,
     simulated_world,
 )
-from .ranks import Ranks, free_port, launched, print_main, rank_device, ranks_from_env, run_on_node
+from .ranks import Ranks, check_ranks, free_port, launched, print_main, rank_device, ranks_from_env, run_on_node
 from .sharded_tensors import full_tensor, is_first_copy, local_rows, split_as
 
 __all__ = [
@@ -43,6 +45,8 @@ __all__ = [
     "broadcast",
     "broadcast_by_main",
     "broadcast_error",
+    "check_ranks",
+    "common_store",
     "free_port",
     "from_main",
     "from_rank",

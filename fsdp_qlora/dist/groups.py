@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import rank_store
+from .store_connection import RENDEZVOUS_TIMEOUT, common_store
 from .rank_store import ErrorKey, RankStore
-from .ranks import Ranks, launched, ranks_from_env
+from .ranks import Ranks, check_ranks, is_kept_by_launcher, ranks_from_env
 
 
 class _Holder(Protocol):
@@ -30,9 +31,7 @@ class _Holder(Protocol):
     def release(self): ...
 
 
-_RENDEZVOUS_TIMEOUT = timedelta(
-    hours=6
-)  # how long the first rank waits for one that still tokenizes
+_TO_SAY_AN_ERROR = timedelta(seconds=10)  # for the connection that it needs
 
 _rendezvous_count = itertools.count()
 
@@ -107,28 +106,28 @@ def rendezvous() -> tuple[dist.Store, int, int]:
 
     Raises ErrorOnAnotherRank with what a rank says that will not come.
     """
-    if launched():
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=_RENDEZVOUS_TIMEOUT))
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1  # of this process alone: no port is open
+    ranks = ranks_from_env()
+    rank, world_size = ranks.rank, ranks.world_size
+    # A rank alone needs no port.
+    store = dist.HashStore() if world_size == 1 else common_store(RENDEZVOUS_TIMEOUT)
     store = dist.PrefixStore("fsdp_qlora", store)
-    errors = ErrorKey(store)
+    errors = ErrorKey(store, is_new=not is_kept_by_launcher())
     store = dist.PrefixStore(f"rendezvous {next(_rendezvous_count)}", store)  # ranks count alike
-    store = rank_store.rendezvous(store, rank, world_size, _RENDEZVOUS_TIMEOUT, errors)
+    store = rank_store.rendezvous(store, rank, world_size, RENDEZVOUS_TIMEOUT, errors)
     return store, rank, world_size
 
 
 def broadcast_error(text: str):
     """Send an error to every rank, and wait until each has printed one, before this rank ends.
 
-    Only where the launcher keeps the store: it ends the others when this rank ends.
+    A launcher ends the others when this rank ends. Without one they would wait for it: rank 0's end is
+    seen by ranks that are connected to its store, and another's error stays there.
     """
-    ranks = ranks_from_env()
-    if ranks.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    with suppress(RuntimeError):
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
-        rank_store.broadcast_error(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
+    with suppress(RuntimeError, ValueError):  # the variables are the error, or rank 0 is gone
+        check_ranks()
+        if (ranks := ranks_from_env()).world_size > 1:
+            store = dist.PrefixStore("fsdp_qlora", common_store(_TO_SAY_AN_ERROR))
+            rank_store.broadcast_error(store, ranks.rank, ranks.world_size, text)
 
 
 def broadcast_by_main(answer: Callable[[], str]) -> str:

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store
 
 POLL_SECONDS, _REPEAT = 0.05, 4  # an error is sent again at every fourth look
 _PATIENCE_SECONDS = 10  # for ranks to hear of an error
+_LAST_WORDS = "last words"  # of a rank that has waited so long for them
 _OFTEN = 64  # ranks; where there are more, each asks less often, or one store could not answer all
 
 
@@ -86,13 +87,20 @@ class _Error:
 
 
 class ErrorKey:
-    """The store key of errors. Only a value that changes comes from a living rank."""
+    """The store key of errors. Only a value that changes comes from a living rank.
 
-    def __init__(self, store: Store):
-        self.store, self.before = store, None
+    is_new: the store began with this start of the ranks, so what one left that is gone counts too.
+    """
+
+    def __init__(self, store: Store, is_new: bool = False):
+        self.store, self.before, self.is_new = store, None, is_new
 
     def look(self) -> _Error | None:
-        """The error that a rank is sending now."""
+        """The error that a rank is sending now, or has left for those that came later."""
+        if self.is_new and self.store.check([_LAST_WORDS]):
+            left = _Error(self.store.get(_LAST_WORDS).decode())
+            self.store.delete_key(_LAST_WORDS)  # the rank that hears it sends it on
+            return left
         if not self.store.check(["error"]):
             return None
         value = self.store.get("error").decode()
@@ -119,6 +127,7 @@ def broadcast_error(
             if not silent:
                 return
             time.sleep(POLL_SECONDS)
+        store.set(_LAST_WORDS, json.dumps([own, rank, text, 0]))
 
 
 def _values(store: Store, keys: list[str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Who this process is among the ranks of a run: the only reader of RANK, WORLD_SIZE, LOCAL_RANK and
-LOCAL_WORLD_SIZE."""
+"""Who this process is among the ranks of a run: the only reader of RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ..redact import redact
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -41,21 +40,63 @@ def ranks_from_env() -> Ranks:
     Ranks that something else started (torch's `mp.spawn`) are those of their process group, of one
     machine unless the environment says more.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_world_size = _number("LOCAL_WORLD_SIZE", world_size)
     return Ranks(
         rank=rank,
         world_size=world_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank % local_world_size)),
+        local_rank=_number("LOCAL_RANK", rank % local_world_size),
         local_world_size=local_world_size,
     )
 
 
+def _number(name: str, default: int) -> int:
+    """A variable of the environment as a number; one that is set to nothing is not set."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text}: the environment variable is no number; start the "
+            "ranks with torchrun, or unset RANK for a run of its own")
+    return int(text)
+
+
 def launched() -> bool:
-    """True inside a rank that torchrun, or our own launcher, started."""
-    return "RANK" in os.environ
+    """True inside a rank that torchrun, our own launcher or a script with RANK set started."""
+    return bool(os.environ.get("RANK"))
+
+
+def check_ranks():
+    """Refuse variables of ranks that contradict each other. Raises ValueError naming them."""
+    ranks = ranks_from_env()
+    if not ranks.rank < ranks.world_size:
+        raise ValueError(
+            f"RANK={ranks.rank} WORLD_SIZE={ranks.world_size}: ranks count from 0, below WORLD_SIZE; "
+            "start the ranks with torchrun"
+        )
+    if not ranks.local_rank < ranks.local_world_size:
+        raise ValueError(
+            f"LOCAL_RANK={ranks.local_rank} LOCAL_WORLD_SIZE={ranks.local_world_size}: ranks of a machine "
+            "count from 0, below LOCAL_WORLD_SIZE; start the ranks with torchrun"
+        )
+    if ranks.world_size > 1:
+        store_address()
+
+
+def store_address() -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT: where ranks meet. Raises ValueError if one is not set."""
+    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", 0)
+    if not host or not 0 < port < 2**16:
+        raise ValueError(
+            f"MASTER_ADDR={host or ''} MASTER_PORT={port or ''}: RANK and WORLD_SIZE are set, and ranks need "
+            "a host and a port to meet at; start them with torchrun, or unset RANK for a run of its own"
+        )
+    return host, port
+
+
+def is_kept_by_launcher() -> bool:
+    """Whether the ranks' store is in a process of the launcher's, which outlives any rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def run_on_node() -> str:

@@ -17,7 +17,7 @@ import torch
 
 from ..config import AUTO, RunConfig
 from ..config.options import LaunchOptions
-from ..dist import free_port, launched, ranks_from_env
+from ..dist import check_ranks, common_store, free_port, launched, ranks_from_env
 from .signals import EXIT_STOPPED, STOP_SIGNALS, is_ignored
 
 if TYPE_CHECKING:
@@ -34,10 +34,16 @@ def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callabl
     wanted = world_size(config)
     _end_with_launcher()
     if launched():
+        check_ranks()
         _check_world_size(config)
         share_cores(ranks_from_env().local_world_size)
+        if ranks_from_env().world_size > 1:
+            common_store()  # so that a rank sees at once that another ends
         body(config)
-    elif wanted == 1:
+        return
+    if not _is_launched_here():
+        _check_started_once()
+    if wanted == 1:
         share_cores(1)
         body(config)
     else:
@@ -60,6 +66,25 @@ def _check_world_size(config: RunConfig):
             f"--world_size {config.world_size}, but torchrun started {started} ranks; leave "
             "--world_size out, or change torchrun's --nproc_per_node"
         )
+
+
+# Of programs that start copies without telling them their ranks as torchrun does: how many there are.
+_COPIES = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
+
+
+def _check_started_once():
+    """Refuse to be one of several copies that each would train on all rows by itself.
+
+    A shell in an allocation of several tasks (`srun --pty`) has these variables too, and a terminal.
+    """
+    for starter, variable in _COPIES.items():
+        copies = os.environ.get(variable, "1")
+        if copies not in ("", "1") and not (sys.stdin and sys.stdin.isatty()):
+            raise ValueError(
+                f"{variable}={copies}: {starter} started {copies} copies of this program, and none knows its "
+                "rank; have it start one torchrun on each machine, as examples/launch/slurm.sbatch does, or "
+                f"unset {variable} where only one was started"
+            )
 
 
 def share_cores(ranks_here: int):
