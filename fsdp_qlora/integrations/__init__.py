@@ -4,6 +4,6 @@ Each module needs the library that it is named after, and is imported by its own
 
     from fsdp_qlora.integrations.trl import DPOTrainer
 
-Modules, each importing only from those before it: arguments, peft, streamed,
-reference_pass, transformers, trl, fabric.
+Modules, each importing only from those before it: arguments, peft, states,
+accelerate, streamed, reference_pass, transformers, trl, fabric.
 """

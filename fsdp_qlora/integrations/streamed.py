@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..adapters import keep_fp8_weights
@@ -29,6 +30,7 @@ from ..model.padding_free import apply_padding_free
 from ..model.wrappers import wrapper_of
 from ..quantization.quantize import QuantLinear, quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
+from .accelerate import register_with_accelerate
 from .peft import register_with_peft
 
 
@@ -133,12 +135,28 @@ def shard_and_load(
         apply_padding_free(model, device)
     mesh = make_mesh(sharding_strategy, device, shard_group_size)
     apply_sharding(model, sharding_strategy, mesh, on_host=on_host, **settings)
+    register_with_accelerate()
+    _refuse_save_pretrained(model)
     if files is None:
         model = model if is_sharded(model) else model.to(device)
     else:
         _fill(model, files, device, on_host, seed)
     keep_fp8_weights(model, forms=False)
     return model
+
+
+def _refuse_save_pretrained(model: nn.Module):
+    """transformers' and PEFT's own would write a rank's shards, or fail on them."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        for part in {model, base_model(model)}:
+            part.save_pretrained = _say_what_saves
+
+
+def _say_what_saves(*args: Any, **kwargs: Any):
+    raise ValueError(
+        "save_pretrained can't write a sharded model; call save_trained(model, folder) or "
+        "save_adapter(model, folder) on every rank"
+    )
 
 
 def _fill(

@@ -11,7 +11,9 @@ in their usual files, and each rank's rows of the optimizer's states as our own 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +24,9 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from ..adapters import apply_fp8
 from ..build import compile_blocks
-from ..checkpoint.tensors import (
-    RowFiles,
-    load_optimizer_into,
-    optimizer_rows,
-    rank_file,
-    write_rows,
-)
 from ..choices import POLICIES, FormatName, StrategyName, strategy_named
 from ..config import block_policies
-from ..dist import ranks_from_env
 from ..export import save_trained
-from ..export.save import load_adapter
-from ..loading import load_weights
-from ..loading.weight_files import Checkpoint
 from ..memory.activation_offload import apply_activation_offload
 from ..memory.checkpointing_policy import apply_activation_policy
 from ..memory.tiled_mlp import apply_tiled_mlp
@@ -54,6 +45,7 @@ from .arguments import (
 )
 from .peft import register_with_peft
 from .reference_pass import compute_as_trained
+from .states import load_optimizer, load_trained, save_optimizer
 from .streamed import shard_and_load, streamed_model
 
 _SCHEDULER_FILE = "scheduler.json"
@@ -82,6 +74,8 @@ class ShardedTrainerMixin:
     _labels: dict = {}  # noqa: RUF012  what its configuration says besides
     # The trainer has a reference policy: a copy of the adapter a model comes with.
     _copies_adapter = False
+    # It has a second model for that where all weights are trained, and takes one as `ref_model`.
+    _takes_reference = False
     # The trainer multiplies with the head's weight itself, where it lies.
     _reads_head = False
 
@@ -106,8 +100,17 @@ class ShardedTrainerMixin:
         register_with_peft()
         check_given(kwargs)
         self._shards = strategy_named(sharding_strategy).shards
+        self._sharding = dict(
+            sharding_strategy=sharding_strategy,
+            shard_group_size=shard_group_size,
+            wrap_policy=wrap_policy,
+            padding_free=padding_free,
+        )
         if isinstance(model, (str, Path)):
-            model = streamed_model(str(model), quant, auto_class=self._auto_class, **self._labels)
+            name = str(model)
+            model = streamed_model(name, quant, auto_class=self._auto_class, **self._labels)
+            if self._takes_reference and quant == "none" and not kwargs.get("peft_config"):
+                kwargs["ref_model"] = kwargs.get("ref_model") or streamed_model(name, quant)
         elif self._copies_adapter and kwargs.get("ref_model") is None:
             check_copied(model)
         super().__init__(model, *args, **kwargs)
@@ -128,12 +131,9 @@ class ShardedTrainerMixin:
         shard_and_load(
             self.model,
             self.args.device,
-            sharding_strategy=sharding_strategy,
-            shard_group_size=shard_group_size,
             seed=self.args.seed,
-            wrap_policy=wrap_policy,
             on_host=on_host,
-            padding_free=padding_free,
+            **self._sharding,
         )
 
     def _apply_activation_policy(
@@ -160,6 +160,17 @@ class ShardedTrainerMixin:
         check_arguments(self.args, self.model, self._shards)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
+        self.accelerator.prepare_model = partial(self._prepared, self.accelerator.prepare_model)
+
+    def _prepared(
+        self, prepare: Callable, model: nn.Module, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """What accelerate makes of a model; a reference of its own is sharded as the policy is."""
+        prepared = getattr(model, "_is_accelerate_prepared", False)
+        if model is not getattr(self, "ref_model", None) or prepared:
+            return prepare(model, *args, **kwargs)
+        model.requires_grad_(False)
+        return shard_and_load(model, self.args.device, **self._sharding).eval()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device):
         """Weights on meta have none yet, and sharded ones are where they belong."""
@@ -225,9 +236,7 @@ class ShardedTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str):
         folder = Path(output_dir)
-        (folder / _STATES).mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it
-        states = optimizer_rows(self.model, self._own_optimizer())
-        write_rows(rank_file(folder / _STATES, ranks_from_env().rank), states)
+        save_optimizer(folder / _STATES, self.model, self._own_optimizer())
         if self.args.should_save:
             (folder / _SCHEDULER_FILE).write_text(json.dumps(self.lr_scheduler.state_dict()))
 
@@ -241,8 +250,7 @@ class ShardedTrainerMixin:
                 "save_only_model=True or by another trainer; give a checkpoint that this trainer saved "
                 "whole, or train from the weights in it without resume_from_checkpoint"
             )
-        files = RowFiles(sorted(folder.rglob("rank-*.safetensors")))
-        load_optimizer_into(self.model, optimizer, files)
+        load_optimizer(folder, self.model, optimizer)
         self.lr_scheduler.load_state_dict(json.loads((folder / _SCHEDULER_FILE).read_text()))
         for group, rate in zip(
             optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
@@ -253,16 +261,10 @@ class ShardedTrainerMixin:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None):
-        self._load_trained(resume_from_checkpoint)
+        load_trained(resume_from_checkpoint, self.model, self.args.device)
 
     def _load_best_model(self):
-        self._load_trained(self.state.best_model_checkpoint)
-
-    def _load_trained(self, folder: str):
-        if hasattr(self.model, "peft_config"):
-            load_adapter(self.model, folder)
-        else:
-            load_weights(self.model, Checkpoint(folder), self.args.device)
+        load_trained(self.state.best_model_checkpoint, self.model, self.args.device)
 
 
 class ShardedTrainer(ShardedTrainerMixin, Trainer):

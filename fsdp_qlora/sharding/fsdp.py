@@ -179,6 +179,12 @@ def _answer_other_trainers(model: nn.Module):
     model.no_sync = partial(without_gradient_sync, model)
 
 
+def is_placed(model: nn.Module) -> bool:
+    """True if `apply_sharding` has had the model, also where there was nothing to split."""
+    no_sync = getattr(model, "no_sync", None)
+    return isinstance(no_sync, partial) and no_sync.func is without_gradient_sync
+
+
 def _tell_adapters(model: nn.Module):
     """Let adapted layers know that ranks share them: they merge by rows, and take no new adapters."""
     for layer in model.modules():

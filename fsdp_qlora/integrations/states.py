@@ -1,0 +1,51 @@
+"""Trained weights and the optimizer's states of a sharded model, in the folders of other trainers.
+
+Each rank writes its own rows of the states, so nothing is gathered, and they load on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..checkpoint.tensors import (
+    RowFiles,
+    load_optimizer_into,
+    optimizer_rows,
+    rank_file,
+    write_rows,
+)
+from ..dist import ranks_from_env
+from ..export.save import load_adapter
+from ..loading import load_weights
+from ..loading.weight_files import Checkpoint
+
+
+def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer):
+    """Write this rank's rows of the states; every rank must call it.
+
+    A folder that more ranks wrote before keeps nothing of theirs: their rows would be read as this run's.
+    """
+    ranks = ranks_from_env()
+    folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it
+    write_rows(rank_file(folder, ranks.rank), optimizer_rows(model, optimizer))
+    if ranks.is_main:
+        own = {rank_file(folder, rank) for rank in range(ranks.world_size)}
+        for path in set(folder.glob("rank-*.safetensors")) - own:
+            path.unlink()
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer):
+    """Fill the states with this rank's rows of what any number of ranks wrote in the folder or below."""
+    files = RowFiles(sorted(folder.rglob("rank-*.safetensors")))
+    load_optimizer_into(model, optimizer, files)
+
+
+def load_trained(folder: str | Path, model: nn.Module, device: torch.device):
+    """Fill a model's adapters, or all its weights, from what `save_trained` wrote."""
+    if hasattr(model, "peft_config"):
+        load_adapter(model, folder)
+    else:
+        load_weights(model, Checkpoint(folder), device)
