@@ -84,14 +84,59 @@ def test_an_object_that_holds_a_list_has_its_records(tmp_path, key, indent):
     assert next(open_source(str(path)).records())[0] == f"{path}: {key}[0]"
 
 
-def test_columns_as_pandas_and_datasets_write_them_are_rows(tmp_path):
-    path, wanted = tmp_path / "rows.json", told(lines(tmp_path / "rows.jsonl"))
-    for frame in (pandas.DataFrame(RECORDS), pandas.DataFrame(RECORDS, index=["x", "y", "z"])):
-        frame.to_json(path)
+NAMED = pandas.DataFrame(RECORDS, index=["x", "y", "z"])
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+FRAMES = {
+    "numbered": pandas.DataFrame(RECORDS),
+    "named": NAMED,
+    "chosen": pandas.DataFrame(RECORDS).iloc[[2, 0]],
+    "conversations": pandas.DataFrame({"messages": [TURNS, TURNS[:1] + TURNS]}),
+}
+
+
+@pytest.mark.parametrize("orient", ["columns", "records", "split", "table", "index"])
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_table_is_read_by_rows_however_pandas_writes_it(tmp_path, frame, orient):
+    table, path = FRAMES[frame], tmp_path / "rows.json"
+    wanted = told(lines(tmp_path / "rows.jsonl", table.to_dict("records")))
+    for indent in (None, 2):
+        table.to_json(path, orient=orient, indent=indent)
         assert told(path) == wanted
-    path.write_text(json.dumps(Dataset.from_list(RECORDS).to_dict()))
+    table.to_json(path, orient="records", lines=True)
     assert told(path) == wanted
+
+
+def test_columns_as_datasets_writes_them_are_rows(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(Dataset.from_list(RECORDS).to_dict()))
+    assert told(path) == told(lines(tmp_path / "rows.jsonl"))
     assert next(open_source(str(path)).records())[0] == f"{path}: row 1"
+
+
+def test_values_without_names_are_refused_with_the_way_to_write_them(tmp_path):
+    path = tmp_path / "rows.json"
+    NAMED.to_json(path, orient="values")
+    with pytest.raises(ValueError, match=r'rows.json: element 1: .*found list; .*orient="records"'):
+        told(path)
+
+
+@pytest.mark.parametrize("orient", ["columns", "split", "table", "index"])
+def test_a_table_in_a_file_of_lines_is_refused_with_the_name_that_it_should_have(tmp_path, orient):
+    path = tmp_path / "rows.jsonl"
+    NAMED.to_json(path, orient=orient)
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: one table.*rename it to rows.json, or"):
+        told(path)
+    assert told(path.rename(tmp_path / "rows.json")) == told(lines(tmp_path / "lines.jsonl"))
+    for record in ({"messages": TURNS}, {"question": "q", "answer": "a", "data": [1]}):
+        assert len(told(lines(path, [record]))) == 1
+
+
+def test_a_table_of_unknown_columns_is_refused_by_their_names(tmp_path):
+    path = tmp_path / "rows.json"
+    for orient in ("columns", "index", "split"):
+        pandas.DataFrame({"a": ["1", "2"], "b": ["3", "4"]}).to_json(path, orient=orient)
+        with pytest.raises(ValueError, match="the keys a, b match no format"):
+            told(path)
 
 
 def test_a_record_whose_fields_are_lists_is_no_table(tmp_path):

@@ -6,9 +6,9 @@
 `load_dataset` does the first two, with a cache that ranks share. Each piece is usable alone and
 takes plain arguments; none knows of models, processes or configurations.
 
-Modules, each importing only from those before it: messages, formats, records, files, hub_datasets,
-sources, template_bounds, templates, conversation_warnings, masking, collate, report, prompt_format,
-node_share, cache, tokenized, kept_rows, dataset, packing, sampler, loader, lengths, stream.
+Modules, each importing only from those before it: messages, formats, records, json_tables, files,
+hub_datasets, sources, template_bounds, templates, conversation_warnings, masking, collate, report,
+prompt_format, node_share, cache, tokenized, kept_rows, dataset, packing, sampler, loader, lengths, stream.
 """
 
 from .collate import choose_pad_token_id, collate, filler

@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.settings import one_of
+from .json_tables import is_record, records_of_table
 from .records import NAMES, Source, first_line, import_for_data, parse_json, without_filled_nulls
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
-# Under which an object in a .json file has its records.
-_LISTS = ("data", "rows", "train", "examples", "instances", "records", "items")
 # The part of a file, as in train_1, train-00000-of-00002 and train-00000-of-00002-0123abcd0123abcd.
 PART = re.compile(r"[-_.]?\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{8,})?$")
 csv.field_size_limit(2**31 - 1)  # a cell may hold a long text
@@ -222,7 +221,18 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
         return _json_list_records(path)
     if path.suffix == ".json" and (records := _listed_records(path)) is not None:
         return records
+    if path.suffix != ".json" and _is_table(path):
+        raise ValueError(
+            f"{path}:1: one table, not a record in each line; rename it to {path.stem}.json, or write its "
+            'records in lines (pandas: to_json(..., orient="records", lines=True))'
+        )
     return _json_lines_records(path)
+
+
+def _is_table(path: Path) -> bool:
+    """Whether the only line of a file of lines is a table."""
+    whole = _one_object(path)
+    return whole is not None and not is_record(whole) and records_of_table(whole) is not None
 
 
 # What a file is that begins with these bytes, and what makes text of it.
@@ -252,41 +262,25 @@ def _check_text(path: Path, head: bytes):
 
 
 def _listed_records(path: Path) -> Iterator[tuple[str, dict]] | None:
-    """The records of one object that has them in a list, as in {"data": [...]}, or by columns, or that is
-    one itself; None for another file.
-    """
+    """The records of one object that is a table, or that is one itself; None for another file."""
+    if (whole := _one_object(path)) is None:
+        return None
+    if (records := records_of_table(whole)) is not None:
+        return ((f"{path}: {place}", record) for place, record in records)
+    return iter([(f"{path}:1", whole)])
+
+
+def _one_object(path: Path) -> dict | None:
+    """The object that a file is as a whole; None of JSON lines."""
     with path.open("rb") as file:
         first = file.readline().strip()
         if _is_json(first) and any(line.strip() for line in file):
-            return None  # JSON lines
+            return None
     try:
         whole = json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError):
         return None  # its fault is said by line
-    if not isinstance(whole, dict):
-        return None
-    key = next((key for key in _LISTS if isinstance(whole.get(key), list)), None)
-    if key is not None:
-        return ((f"{path}: {key}[{n}]", record) for n, record in enumerate(whole[key]))
-    if (rows := _rows_of_columns(whole)) is not None:
-        return ((f"{path}: row {n}", record) for n, record in enumerate(rows, 1))
-    return iter([(f"{path}:1", whole)])
-
-
-def _rows_of_columns(whole: dict) -> list[dict] | None:
-    """Rows of an object of columns: each a list, or, as pandas' to_json() writes them, an object of values
-    by the rows' names. None of a record, whose fields may be lists of objects too (messages).
-    """
-    columns = list(whole.values())
-    if columns and all(isinstance(column, dict) for column in columns):
-        if any(column.keys() != columns[0].keys() for column in columns):
-            return None
-        columns = [list(column.values()) for column in columns]
-    elif any(not isinstance(c, list) or all(isinstance(x, dict) for x in c) for c in columns):
-        return None
-    if len({len(column) for column in columns}) != 1:
-        return None
-    return [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=True)]
+    return whole if isinstance(whole, dict) else None
 
 
 def _is_json(text: bytes) -> bool:

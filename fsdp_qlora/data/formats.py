@@ -62,7 +62,8 @@ def row_from_record(record: dict, source: str, weight_column: str | None = None)
     """
     if not isinstance(record, dict):
         raise ValueError(
-            f"{source}: expected an object with named fields, found {type(record).__name__}"
+            f"{source}: expected an object with named fields, found {type(record).__name__}; write each "
+            'row as {"question": ..., "answer": ...} (pandas: to_json(..., orient="records"))'
         )
     # Tables give every row the columns of all, as nulls or empty cells: a format that is all null is
     # not there, and one that is all empty only if no other is.
