@@ -2,6 +2,7 @@
 
 import builtins
 import json
+from pathlib import Path
 
 import datasets
 import pyarrow.parquet as parquet
@@ -95,7 +96,11 @@ def test_unknown_keys_are_named_with_the_formats_that_work():
     "record, fault",
     [
         ({"instruction": "Q", "output": None}, "'output' is null; expected text"),
-        ({"instruction": "Q", "output": 7}, "'output' is int 7; expected text"),
+        (
+            {"instruction": "Q", "output": 7},
+            "'output' is int 7; expected text .*write it as text: \"7\"",
+        ),
+        ({"instruction": "Q", "output": True}, 'write it as text: "True"'),
         ({"messages": "Q"}, "'messages' is str; expected a list"),
         ({"messages": [{"content": "Q"}]}, r"messages\[0\]: expected"),
         ({"messages": [{"role": "critic", "content": "Q"}]}, "unknown role 'critic'"),
@@ -317,6 +322,58 @@ def test_a_missing_file_names_the_flag_and_what_works(dataset):
     assert all(name in str(error.value) for name in NAMES)
 
 
+@pytest.mark.parametrize(
+    "address, remedy",
+    [
+        ("https://huggingface.co/datasets/tatsu-lab/alpaca", "by its name: tatsu-lab/alpaca"),
+        ("https://huggingface.co/datasets/a/b.c/blob/main/x.csv", "by its name: a/b.c"),
+        ("hf://datasets/tatsu-lab/alpaca/x.parquet", "by its name: tatsu-lab/alpaca"),
+        ("s3://bucket/rows.jsonl", "download the file, and give its path"),
+        ("file:///tmp/rows.jsonl", "download the file, and give its path"),
+    ],
+)
+def test_an_address_names_what_to_give(address, remedy):
+    with pytest.raises(ValueError) as error:
+        read_rows(address)
+    assert str(error.value).startswith(f"--dataset {address}: ") and remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("rows.jsonl.gz", "(gzip -dk rows.jsonl.gz)"),
+        ("rows.jsonl.ZST", "(zstd -d rows.jsonl.ZST)"),
+        ("rows.arrow", "convert"),
+    ],
+)
+def test_a_packed_file_or_a_folder_of_them_names_what_unpacks_it(tmp_path, name, remedy):
+    (tmp_path / "packed").mkdir()
+    path = Path(write(tmp_path / "packed" / name, b"packed"))
+    for given in (path, path.parent):
+        with pytest.raises(ValueError) as error:
+            read_rows(given)
+        assert str(error.value).startswith(f"--dataset {given}: ") and remedy in str(error.value)
+    with pytest.raises(ValueError, match="no .jsonl, .json, .parquet, .csv or .tsv file there"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["ROWS.JSONL", "rows.Csv", "Rows.TSV", "rows.JSON", "rows.PARQUET"]
+)
+def test_the_case_of_a_files_ending_does_not_matter(tmp_path, name):
+    path = tmp_path / name
+    rows = datasets.Dataset.from_list([{"question": "Q", "answer": "A, b"}] * 2)
+    if path.suffix == ".PARQUET":
+        rows.to_parquet(str(path))
+    elif path.suffix in (".Csv", ".TSV"):
+        rows.to_csv(str(path), sep="," if path.suffix == ".Csv" else "\t")
+    else:
+        rows.to_json(str(path), lines=path.suffix == ".JSONL")
+    expected = [row_from_record(record, "here").messages for record in rows]
+    for given in (path, tmp_path, str(tmp_path / "*")):
+        assert [row.messages for row in read_rows(given)] == expected
+
+
 def test_a_file_of_another_kind_and_a_split_of_one_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="'.xlsx' files are not supported"):
         read_rows(write(tmp_path / "rows.xlsx", b"a,b"))
@@ -408,6 +465,56 @@ def test_a_folder_saved_by_datasets_is_read(tmp_path):
     assert [row.text for row in read_rows(str(tmp_path / "many"))] == ["a", "b"]
     with pytest.raises(ValueError, match="--dataset_split test: .* has the splits train"):
         read_rows(tmp_path / "many", split="test")
+
+
+def damage(folder: Path, kind: str):
+    """A folder saved by datasets, damaged or of a later version."""
+    (file,) = folder.glob("*.arrow")
+    info = json.loads((folder / "dataset_info.json").read_text())
+    if kind == "cut":
+        file.write_bytes(file.read_bytes()[:300])
+    elif kind == "missing":
+        file.unlink()
+    else:
+        info["features"]["text"] = {"_type": "OfALaterVersion"}
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize("kind", ["cut", "missing", "later"])
+def test_a_damaged_folder_of_datasets_is_named_with_the_remedy(tmp_path, kind):
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list([{"text": "a"}] * 40).save_to_disk(str(folder))
+    damage(folder, kind)
+    with pytest.raises(ValueError) as error:
+        read_rows(folder)
+    said = str(error.value)
+    assert said.startswith(f"--dataset {folder}: datasets {datasets.__version__} can't read")
+    assert "\n" not in said and "save it again, or upgrade" in said
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_images_beside_the_text_are_not_decoded(tmp_path, nested, streamed):
+    """They are an unused field; decoding takes Pillow and much time, and ends at a damaged one."""
+    kind, image = datasets.Image(), {"bytes": b"damaged", "path": None}
+    given = {"text": ["a", "b"], "image": [[image]] * 2 if nested else [image] * 2}
+    features = {"text": datasets.Value("string"), "image": datasets.List(kind) if nested else kind}
+    data = datasets.Dataset.from_dict(given, features=datasets.Features(features))
+    rows = read_rows(data.to_iterable_dataset() if streamed else data)
+    assert [row.text for row in rows] == ["a", "b"]
+    assert [row.unread for row in rows] == [("image",)] * 2
+
+
+def test_a_row_that_a_data_set_can_not_give_is_named():
+    def records():
+        yield {"text": "a"}
+        raise ConnectionError("the hub is gone\nfor now")
+
+    data = datasets.IterableDataset.from_generator(records)
+    with pytest.raises(ValueError) as error:
+        read_rows(data)
+    assert str(error.value).startswith("--dataset dataset: row 2 can't be read (")
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_package_names_what_to_install(monkeypatch):

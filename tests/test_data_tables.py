@@ -295,12 +295,14 @@ def test_an_object_over_several_lines_is_a_record(tmp_path):
         ({"messages": [{"role": "user", "content": "a"}]}, "give rows with an answer"),
         ({"messages": []}, "give rows with an answer"),
         ({"text": ""}, "give rows with an answer"),
+        ({"text": "a", "w": 0}, "give rows of a weight above 0"),
     ],
 )
 def test_where_no_row_is_left_the_remedy_is_that_of_the_reason(tmp_path, record, remedy):
     path = lines(tmp_path / "rows.jsonl", [record] if record else [])
+    column = "w" if "w" in (record or {}) else None
     with pytest.raises(ValueError, match="no row is left to train on") as error:
-        load_dataset(str(path), make_tokenizer("chatml"), context_length=64)
+        load_dataset(str(path), make_tokenizer("chatml"), context_length=64, weight_column=column)
     assert remedy in str(error.value) and str(error.value).count("; give") == 1
 
 

@@ -76,6 +76,11 @@ def test_a_number_that_is_none_is_refused(refused, name, number):
         (["--lora_alpha", "0"], "--lora_alpha must be 1 or more"),  # adapters would stay untrained
         (["--lora_rank", "0x10"], "--lora_rank: '0x10' is not a whole number"),
         (["--lora_rank", "4.0"], "--lora_rank: '4.0' is not a whole number"),
+        (["--eval_steps", "0.2"], "not a whole number; a share of the run is not taken"),
+        (
+            ["--max_grad_norm", "0"],
+            "above 0, got 0; to clip nothing use --apply_gradient_clipping false",
+        ),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
         (["--lr"], "--lr: the value is missing; see --help"),
         (["--lr", "1e-5", "--lr"], "--lr"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -66,6 +67,34 @@ activation_budget_gib:
         "keep_linears:16,recompute_all:16",
     ]
     assert read(path) == parse(flags)[0]
+
+
+def test_ranks_of_modules_may_be_a_block_of_names(recipe):
+    """As PEFT's LoraConfig and axolotl have them."""
+    path = recipe("lora_rank_pattern:\n  q_proj: 16\n  .*\\.0\\..*_proj$: 8\nlora_rank: 4\n")
+    config = read(path)
+    assert config.rank_pattern == {"q_proj": 16, r".*\.0\..*_proj$": 8}
+    spaced = parse(["--lora_alpha_pattern", "q_proj = 16 , k_proj=8"])[0]
+    assert spaced.alpha_pattern == {"q_proj": 16, "k_proj": 8}
+
+
+def test_variables_and_home_in_paths_are_written_out(recipe, monkeypatch, tmp_path):
+    """A shell does that for flags; without it, a run writes into a folder called ${SCRATCH}."""
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    names = [f.name for f in fields(RunConfig) if f.metadata["is_path"]]
+    assert {"output_dir", "sample_prompts", "eval_dataset", "llama_pro_path"} <= {*names}
+    for name in names:
+        text = f"train_type: bnb_llama_pro\nname: $SCRATCH\n{name}: "
+        config = read(recipe(text + "${SCRATCH}/a"))
+        assert (getattr(config, name), config.name) == (f"{tmp_path}/a", "$SCRATCH")
+        assert getattr(read(recipe(text + "~/a")), name) == "/home/me/a"
+        message = refusal("--config", recipe(text + "/data/$NOWHERE/a"))
+        assert f"--{name} /data/$NOWHERE/a: $NOWHERE is not set in the environment" in message
+        assert "recipe.yaml:3" in message
+    (tmp_path / "a$NOWHERE").touch()
+    assert read(recipe(f"dataset: {tmp_path}/a$NOWHERE")).dataset == f"{tmp_path}/a$NOWHERE"
 
 
 @pytest.mark.parametrize("form", [["--lr", "1"], ["--lr=1"]])

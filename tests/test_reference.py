@@ -65,6 +65,10 @@ VALUES = [  # a recipe's name and value, as YAML gives them
     ("log_to", ["tqdm", "tensorboard"]),
     ("log_to", "neptune"),
     ("log_to", "tqdm,"),
+    ("lora_rank_pattern", {"q_proj": 2, ".*layers.0.*": 8}),
+    ("lora_rank_pattern", {"q_proj": 0}),
+    ("lora_alpha_pattern", {"q_proj": {"k_proj": 2}}),
+    ("lora_target_modules", {"q_proj": 2}),
     ("price_per_hour", 2.5),
     ("price_per_hour", -1),
 ]

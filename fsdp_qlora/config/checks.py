@@ -62,7 +62,10 @@ def check_numbers(config):
     if not config.loraplus_lr_ratio > 0:
         refuse("loraplus_lr_ratio", "above 0")
     if not config.grad_norm > 0:
-        refuse("grad_norm", "above 0")
+        raise ValueError(
+            f"--grad_norm must be above 0, got {config.grad_norm:g}; to clip nothing use "
+            "--apply_gradient_clipping false"
+        )
     if not config.num_epochs > 0:
         refuse("num_epochs", "above 0")
     if not 0.01 <= config.timeout_minutes <= 1e5:

@@ -59,7 +59,8 @@ def _whole_or_auto(text: str) -> int:
     try:
         return AUTO if text.strip().lower() == "auto" else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        share = "; a share of the run is not taken" if re.fullmatch(r"0?\.\d+", text) else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{share}") from None
 
 
 def _number_or_auto(text: str) -> float:

@@ -6,6 +6,8 @@ Pure: no torch.
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from ..choices import POLICIES
@@ -22,13 +24,28 @@ def module_pattern(flag: str, text: str | None) -> dict[str, int]:
     """`name=number,...` as a dict; none is empty. Raises ValueError naming the flag."""
     found = {}
     for part in text.split(",") if text else ():
-        name, _, number = part.strip().partition("=")
+        name, _, number = map(str.strip, part.partition("="))
         if not name or not number.isdecimal() or not int(number):
             raise ValueError(
                 f"--{flag} {text}: {part.strip()!r} is not MODULE=N with N of 1 or more; write "
                 "q_proj=16,down_proj=128"
             )
         found[name] = int(number)
+    return found
+
+
+def whole_path(flag: str, text: str) -> str:
+    """A path with ~ and the environment's variables written out, which a recipe has as they are.
+
+    Raises ValueError naming the flag for a variable that is not set. A file of that very name is itself.
+    """
+    if Path(text).exists():
+        return text
+    found = os.path.expandvars(os.path.expanduser(text))
+    if missing := re.search(r"\$(\w+|\{\w+\})", found):
+        raise ValueError(
+            f"--{flag} {text}: {missing[0]} is not set in the environment; set it, or write the path out"
+        )
     return found
 
 

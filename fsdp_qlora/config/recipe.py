@@ -66,6 +66,7 @@ def read_recipe(path: str) -> Recipe:
 def entries(path: str) -> Iterable[tuple[str, str | None, str]]:
     """(name, text of the value, "file:line") of each setting of a file; None is no value."""
     known = {f.name: default_of(f) for f in fields(RunConfig)}
+    named = {f.name for f in fields(RunConfig) if "=" in str(f.metadata["example"])}
     for key, value in pairs(path):
         place = f"{path}:{key.start_mark.line + 1}"
         if key.id != "scalar":
@@ -73,7 +74,7 @@ def entries(path: str) -> Iterable[tuple[str, str | None, str]]:
         name = SAME.get(key.value, key.value)
         if name not in known:
             raise ValueError(f"{place}: {_unknown_name(name, known)}")
-        text = _value_text(value, f"{place}: {key.value}")
+        text = _value_text(value, f"{place}: {key.value}", name in named)
         if text is None and known[name] is not None:
             raise ValueError(
                 f"{place}: {key.value} has no value; leave it out for the default, {known[name]}"
@@ -112,12 +113,18 @@ def pairs(path: str) -> list:
     return root.value
 
 
-def _value_text(node, where: str) -> str | None:
-    """A value as it is typed on the command line; a list is joined with commas, null is None."""
+def _value_text(node, where: str, takes_names: bool) -> str | None:
+    """A value as it is typed on the command line; a list is joined with commas, null is None.
+
+    takes_names: it may also be a block of `name: number`, as PEFT has patterns of ranks.
+    """
     if node.id == "scalar":
         return None if node.tag.endswith(":null") else node.value
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return ",".join(item.value for item in node.value)
+    if takes_names and node.id == "mapping":
+        if all(key.id == value.id == "scalar" for key, value in node.value):
+            return ",".join(f"{key.value}={value.value}" for key, value in node.value)
     raise ValueError(f"{where} takes a single value, not a block of settings")
 
 

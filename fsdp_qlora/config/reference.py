@@ -65,6 +65,10 @@ def _forms_of(f, kind: type) -> list[dict]:
             if "," in str(f.metadata["example"])
             else []
         )
+        if "=" in str(f.metadata["example"]):
+            lists.append(
+                {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}}
+            )
         return [{"type": ["string", "number"]}, *lists]
     number: dict[str, object] = {"type": "integer" if kind is int else "number"}
     if f.metadata["least"] is None:

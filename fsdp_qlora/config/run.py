@@ -6,7 +6,6 @@ no torch here, so that `--help` and every check answer at once.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import metadata
@@ -16,7 +15,14 @@ from ..choices import STRATEGIES, Strategy
 from ..choices.formats import format_name
 from .checks import check_choices, check_numbers, check_types
 from .combinations import check_data_together, check_remote_code, check_together
-from .lists import TERMINAL_FORMS, block_numbers, module_pattern, names_in, token_list
+from .lists import (
+    TERMINAL_FORMS,
+    block_numbers,
+    module_pattern,
+    names_in,
+    token_list,
+    whole_path,
+)
 from .options import (
     OLD_ALL_TARGETS,
     PRECISIONS,
@@ -64,13 +70,12 @@ class RunConfig(
         check_remote_code(self)
 
     def expand(self) -> None:
-        """Resolve `train_type` into `quant` and `adapter` where these are not given, and ~ in paths.
-
-        A shell leaves --output_dir=~/run and a recipe's path as they are.
+        """Resolve `train_type` into `quant` and `adapter` where these are not given, and ~ and variables in
+        paths: a shell leaves --output_dir=~/run and a recipe's path as they are.
         """
         for f in fields(self):
-            if f.metadata["is_path"] and (getattr(self, f.name) or "").startswith("~"):
-                setattr(self, f.name, os.path.expanduser(getattr(self, f.name)))
+            if f.metadata["is_path"] and (given := getattr(self, f.name)):
+                setattr(self, f.name, whole_path(f.name, given))
         quant, adapter = TRAIN_TYPES[self.train_type]
         if self.quant == "auto":
             self.quant = quant

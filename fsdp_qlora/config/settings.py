@@ -36,9 +36,9 @@ def opt(
 
     bare: the value of the flag given without one. several: choices may be joined with commas.
     on_resume: one of the four above; a setting of a run has it. least: the smallest value, beside
-    AUTO with `or_auto`. is_path: ~ is expanded. per_rank: ranks may be started with different values,
-    as of a folder on each machine. no_effect: of a configuration, why the setting does nothing in it, or
-    None (`without_effect.py`).
+    AUTO with `or_auto`. is_path: ~ and variables are expanded. per_rank: ranks may be started with
+    different values, as of a folder on each machine. no_effect: of a configuration, why the setting does
+    nothing in it, or None (`without_effect.py`).
     """
     meta = dict(
         help=help,

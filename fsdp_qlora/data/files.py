@@ -32,10 +32,10 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
     """The files that a path, folder or glob stands for, sorted; ValueError if there are none."""
     path = Path(dataset).expanduser()
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if not _is_data(path):
             raise ValueError(
-                f"--dataset {dataset}: '{path.suffix}' files are not supported; convert it to one of "
-                f"{', '.join(SUFFIXES)}"
+                f"--dataset {dataset}: '{path.suffix}' files are not supported; unpack or convert it to "
+                f"one of {', '.join(SUFFIXES)}{_unpacking([path])}"
             )
         if split != "train":
             raise ValueError(
@@ -44,16 +44,53 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
             )
         return [path]
     if path.is_dir():
-        files = [file for file in path.iterdir() if file.suffix in SUFFIXES] or _nested(path)
+        files = list(filter(_is_data, path.iterdir())) or _nested(path)
         return _files_of_split(dataset, path, files, split)
     names = glob.glob(str(path), recursive=True)
-    files = [Path(name) for name in names if Path(name).suffix in SUFFIXES]
+    files = list(filter(_is_data, map(Path, names)))
     if not files:
+        _refuse_address(str(dataset))
         raise ValueError(
             f"--dataset {dataset}: no such file or folder; give a .jsonl, .json, .csv, .tsv or .parquet "
             f"file, a folder or glob of them, a Hugging Face name, or one of {', '.join(NAMES)}"
         )
     return _files_of_split(dataset, path, files, split)
+
+
+def _is_data(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES
+
+
+# What unpacks a file of such a name.
+_UNPACK = {
+    ".gz": "gzip -dk",
+    ".bz2": "bzip2 -dk",
+    ".xz": "xz -dk",
+    ".zst": "zstd -d",
+    ".zip": "unzip",
+    ".tar": "tar -xf",
+}
+
+
+def _unpacking(files: list[Path]) -> str:
+    """The command that unpacks one of some files, in brackets; empty if none is packed."""
+    commands = (
+        f" ({_UNPACK[f.suffix.lower()]} {f.name})" for f in files if f.suffix.lower() in _UNPACK
+    )
+    return next(commands, "")
+
+
+def _refuse_address(dataset: str):
+    """Refuse an address: data sets of the hub have names, and files are read from this machine."""
+    if "://" not in dataset:
+        return
+    if of_hub := re.match(r"(?:https?://huggingface\.co|hf:/)/datasets/([\w.-]+/[\w.-]+)", dataset):
+        raise ValueError(
+            f"--dataset {dataset}: give a data set of the hub by its name: {of_hub[1]}"
+        )
+    raise ValueError(
+        f"--dataset {dataset}: this is an address; download the file, and give its path"
+    )
 
 
 def would_read(dataset: str | Path, split: str, file: Path) -> bool:
@@ -63,7 +100,7 @@ def would_read(dataset: str | Path, split: str, file: Path) -> bool:
         return glob.has_magic(str(path)) and split == "train" and _is_named(file, path)
     if not file.is_relative_to(path):
         return False
-    files = [found for found in path.iterdir() if found.suffix in SUFFIXES]
+    files = list(filter(_is_data, path.iterdir()))
     if file.parent != path:
         inside = file.relative_to(path).parts
         if files or any(part.startswith(".") for part in inside):
@@ -88,7 +125,7 @@ def _is_named(file: Path, pattern: Path) -> bool:
 
 def _nested(folder: Path) -> list[Path]:
     """The files in folders inside of a folder that has none itself, but for hidden ones."""
-    found = (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    found = (file for file in folder.rglob("*") if _is_data(file) and file.is_file())
     return [f for f in found if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
 
 
@@ -98,13 +135,20 @@ def _files_of_split(dataset: str | Path, path: Path, files: list[Path], split: s
     """
     if split == "train" and not path.is_dir():
         return sorted(files)
+    if not files:
+        others = sorted(f for f in path.iterdir() if f.is_file())
+        raise ValueError(
+            f"--dataset {dataset}: no {one_of(SUFFIXES)} file there, but "
+            f"{_listed([f.name for f in others]) or 'nothing'}; give another folder, or unpack or convert "
+            f"what is there{_unpacking(others)}"
+        )
     splits = _splits_of([file.name for file in files], split)
     named = {file: _folder_split(path, file, split) or splits[file.name] for file in files}
     chosen = [file for file in files if named[file] == split]
     if not chosen and split == "train":
         chosen = [file for file in files if not named[file]]
     if not chosen:
-        found = ", ".join(sorted(file.name for file in files)) or f"no {one_of(SUFFIXES)}"
+        found = ", ".join(sorted(file.name for file in files))
         raise ValueError(
             f"--dataset {dataset}: no file of split '{split}' there "
             f"(found {found}); name the files, or set --dataset_split"
@@ -182,7 +226,7 @@ def file_source(files: list[Path], described: tuple[str, ...] = ()) -> Source:
 
     def records():
         for file in files:
-            yield from _READERS.get(file.suffix, _json_records)(file)
+            yield from _READERS.get(file.suffix.lower(), _json_records)(file)
 
     def digest():
         return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()
@@ -219,7 +263,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
         raise ValueError(f"{path}:1: this is a Git LFS pointer, not the data; run: git lfs pull")
     if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         return _json_list_records(path)
-    if path.suffix == ".json" and (records := _listed_records(path)) is not None:
+    if path.suffix.lower() == ".json" and (records := _listed_records(path)) is not None:
         return records
     if path.suffix != ".json" and _is_table(path):
         raise ValueError(
@@ -334,7 +378,7 @@ def _separator(path: Path, header: str) -> str:
 
     Where a comma is the decimal mark, spreadsheets export .csv with semicolons.
     """
-    own = "\t" if path.suffix == ".tsv" else ","
+    own = "\t" if path.suffix.lower() == ".tsv" else ","
     return next((mark for mark in (own, "\t", ";", ",") if mark in header), own)
 
 

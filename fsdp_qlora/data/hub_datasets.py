@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..hub import asked_hub
@@ -21,7 +22,7 @@ def looks_like_hub_name(dataset: str | Path) -> bool:
         isinstance(dataset, str)
         and not Path(dataset).expanduser().exists()
         and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", dataset) is not None
-        and not dataset.endswith(SUFFIXES)
+        and not dataset.lower().endswith(SUFFIXES)
     )
 
 
@@ -33,7 +34,14 @@ def is_saved_by_datasets(dataset: str | Path) -> bool:
 
 def disk_source(folder: str | Path, split: str) -> Source:
     """A folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
-    loaded = import_for_data("datasets", folder).load_from_disk(str(folder))
+    datasets = import_for_data("datasets", folder)
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # a damaged file, a missing one, a kind of column of a later version
+        raise ValueError(
+            f"--dataset {folder}: datasets {datasets.__version__} can't read what was saved there "
+            f"({first_line(error)}); save it again, or upgrade: pip install -U datasets"
+        ) from error
     if isinstance(loaded, dict):
         if split not in loaded:
             raise ValueError(
@@ -105,12 +113,33 @@ def _load_from_hub(hub_id: str, split: str, dataset: str, streaming: bool = Fals
 
 
 def arrow_source(data, name: str) -> Source:
-    """A data set as `datasets` has it."""
+    """A data set as `datasets` has it, but for images, sound and the like, which stay undecoded."""
     # The fingerprint follows the hub's commit and every shuffle and select.
-    return Source(
-        lambda: (
-            (f"{name}: row {number}", without_filled_nulls(record))
-            for number, record in enumerate(data, 1)
-        ),
-        lambda: str(data._fingerprint),
-    )
+    return Source(lambda: _arrow_records(data, name), lambda: str(data._fingerprint))
+
+
+def _arrow_records(data, name: str) -> Iterator[tuple[str, dict]]:
+    media = [
+        column
+        for column, kind in (getattr(data, "features", None) or {}).items()
+        if _is_media(kind)
+    ]
+    if media and hasattr(data, "decode"):  # a stream
+        data, media = data.decode(False), []
+    undecoded, number = dict.fromkeys(media, "not decoded"), 0
+    try:
+        for number, record in enumerate(data.remove_columns(media) if media else data, 1):
+            yield f"{name}: row {number}", without_filled_nulls(record) | undecoded
+    except Exception as error:  # whatever a file, a decoder or a connection gives
+        raise ValueError(
+            f"--dataset {name}: row {number + 1} can't be read ({first_line(error)}); download or save "
+            "the data set again"
+        ) from error
+
+
+def _is_media(kind) -> bool:
+    """Whether a column needs a decoder, as images do, at any depth."""
+    if isinstance(kind, dict | list | tuple):
+        return any(map(_is_media, kind.values() if isinstance(kind, dict) else kind))
+    inner = getattr(kind, "feature", None)
+    return hasattr(kind, "decode") if inner is None else _is_media(inner)

@@ -177,6 +177,8 @@ class DataReport:
             return "give rows"
         if "chat template" in reasons:
             return "give another --chat_template, or rows that this one can write"
+        if "--weight_column" in reasons:
+            return "give rows of a weight above 0"
         if "--context_length" in reasons:
             return "give rows whose answer fits within --context_length"
         return "give rows with an answer"

@@ -38,6 +38,7 @@ class AdapterOptions:
         "blocks before and after. Without it, blocks are added while the base loads",
         example="Llama-2-7b_blk_exp-32-35",
         on_resume=DEFINES_WEIGHTS,
+        is_path=True,
         per_rank=True,
         no_effect=rules.LLAMA_PRO,
     )

@@ -170,6 +170,7 @@ class EvaluationOptions:
         "text file with one prompt per line to answer instead: all, or the first --samples",
         example="prompts.txt",
         on_resume=MAY_CHANGE,
+        is_path=True,
         per_rank=True,
     )
     sample_tokens: int = opt(
