@@ -10,11 +10,12 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from .catalog.arch import ModelShape, shape_from_config
+from .catalog.arch import ModelShape
 from .catalog.gpu import Gpu
 from .catalog.hardware import find_gpu
 from .catalog.llama_pro import expanded_shape
 from .catalog.machine import Machine, cpu_machine, host_memory_here
+from .catalog.shapes import shape_from_config
 from .config import RunConfig
 from .dist import print_main, ranks_from_env
 from .estimate import leaves_open, resolve

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from fsdp_qlora.bench.tables import markdown
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.machine import Machine, MachineOptions, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.config.recipe import read_recipe

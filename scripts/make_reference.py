@@ -18,8 +18,8 @@ from pathlib import Path
 
 from fsdp_qlora import cli
 from fsdp_qlora.bench import command as bench
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.commands import calibrate, export, planning, report
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.flags import parse

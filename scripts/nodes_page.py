@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.choices import STRATEGIES
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import estimate

@@ -15,10 +15,11 @@ import yaml
 from fsdp_qlora.bench.accuracy import compare
 from fsdp_qlora.bench.row import BenchRow, plan_of, read_rows, row_files
 from fsdp_qlora.bench.tables import markdown, number, percent
-from fsdp_qlora.catalog.arch import ModelShape, model_shape
+from fsdp_qlora.catalog.arch import ModelShape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import bare_name
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.defaults import CLASSIC
 from fsdp_qlora.estimate import Estimate, estimate, memory, owned_cost, run_cost

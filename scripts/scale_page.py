@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.planner import propose
 from fsdp_qlora.simulation import Simulated, simulate

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.adapters import apply_adapters, lora_config
-from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import known_config
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_config
 from fsdp_qlora.experts import apply_stacked_experts
 from fsdp_qlora.loading import materialize
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy

@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.known_models import KNOWN, known_config, known_name
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_config
 from fsdp_qlora.model.blocks import is_tied
 
 from .families import BUILT, FAMILIES, MOE_FAMILIES, family_config

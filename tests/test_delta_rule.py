@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import resolve
 from fsdp_qlora.model import delta_nets

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fsdp_qlora.adapters import trainable_parameters
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import (
     estimate,
@@ -169,7 +169,7 @@ def test_context_beyond_the_models_positions_is_refused():
 
 def test_estimates_need_no_torch():
     code = (
-        "import sys, json, fsdp_qlora.estimate, fsdp_qlora.catalog.arch;"
+        "import sys, json, fsdp_qlora.estimate, fsdp_qlora.catalog.shapes;"
         "import fsdp_qlora.catalog.hardware;"
         "print(json.dumps('torch' in sys.modules))"
     )

@@ -11,8 +11,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from fsdp_qlora.bench.accuracy import compare
 from fsdp_qlora.bench.row import read_rows, row_files
-from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.machine import Machine, cpu_machine
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import attention, memory, resolve, step_seconds
 from fsdp_qlora.estimate.activations import _state_saved

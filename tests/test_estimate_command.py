@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.catalog.arch import model_shape, shape_from_params
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_params
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import estimate, memory, step_seconds

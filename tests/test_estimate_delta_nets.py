@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from fsdp_qlora.catalog.arch import ModelShape, shape_from_config
+from fsdp_qlora.catalog.arch import ModelShape
 from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.estimate import constants, step_seconds
 from fsdp_qlora.estimate.delta_nets import bytes_of_rule
 from fsdp_qlora.estimate.mixers import mixer_launches, mixer_seconds

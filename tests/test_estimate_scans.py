@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.catalog.arch import ModelShape, model_shape, shape_from_config
+from fsdp_qlora.catalog.arch import ModelShape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine, cpu_machine
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import constants, memory, resolve, step_seconds
 from fsdp_qlora.estimate.activations import saved_by_block

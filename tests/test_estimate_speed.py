@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import fsdp_qlora.plan_draft as plan_module
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import (

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.adapters import apply_fp8, trainable_parameters
 from fsdp_qlora.build import build_model, planned_model
-from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group

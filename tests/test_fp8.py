@@ -15,9 +15,9 @@ from fsdp_qlora.adapters import apply_fp8
 from fsdp_qlora.adapters.fp8_layers import cached_fp8_tensors
 from fsdp_qlora.adapters.lora_ops import shared_fp8_linears, shared_frozen_backward
 from fsdp_qlora.build import build_model
-from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate import (

@@ -14,7 +14,7 @@ from fsdp_qlora.adapters import apply_adapters, apply_fp8, keep_fp8_weights, lor
 from fsdp_qlora.adapters.fp8_layers import cached_fp8_tensors
 from fsdp_qlora.adapters.lora_ops import _scaled
 from fsdp_qlora.build import build_model
-from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate import resident_bytes

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import load_gpu_spec
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.checkpoint.folder import fault_of
 from fsdp_qlora.config.recipe import read_recipe
 from fsdp_qlora.data.records import parse_json

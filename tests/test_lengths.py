@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fsdp_qlora.build import planned_model
-from fsdp_qlora.catalog.arch import model_shape, shape_from_params
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import MachineOptions, cpu_machine, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_params
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.run import with_bins_of

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fsdp_qlora.build import planned_model
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.llama_pro import _folder_counts, expanded_shape, expansion, expansion_of
 from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.without_effect import settings_without_effect
 from fsdp_qlora.estimate import (

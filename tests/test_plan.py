@@ -8,9 +8,9 @@ import pytest
 
 import fsdp_qlora.plan_draft as plan_module
 from fsdp_qlora.bench.row import empty_row, of_plan, plan_of
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import MachineOptions, cpu_machine, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.options import TRAIN_TYPES
 from fsdp_qlora.config.settings import opt

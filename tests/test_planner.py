@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.machine import MachineOptions, cpu_machine, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape, shape_from_config
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.without_effect import settings_without_effect
 from fsdp_qlora.estimate import model_flops_per_token

@@ -19,7 +19,7 @@ from fsdp_qlora.adapters import (
 )
 from fsdp_qlora.adapters.lora_ops import _sum_of_products
 from fsdp_qlora.build import compile_blocks
-from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.estimate import resident_bytes
 from fsdp_qlora.lora_init import init_adapters
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from fsdp_qlora.build import build_model, planned_model
-from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group

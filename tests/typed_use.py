@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import fsdp_qlora as fq
-from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.shapes import model_shape
 from fsdp_qlora.choices import FormatName, PolicyName, StrategyName
 
 

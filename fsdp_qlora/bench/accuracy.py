@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ..catalog.arch import ModelShape, model_shape
+from ..catalog.arch import ModelShape
 from ..catalog.gpu import Gpu
 from ..catalog.hardware import find_gpu
+from ..catalog.shapes import model_shape
 from ..choices import OPTIMIZERS
 from ..estimate import Memory, Peak, StepTime, memory, step_seconds
 from ..estimate.constants import CONTEXT_GIB, NCCL_GIB

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..catalog.arch import ModelShape, shape_from_config
+from ..catalog.arch import ModelShape
 from ..catalog.machine import (
     Machine,
     MachineOptions,
@@ -17,6 +17,7 @@ from ..catalog.machine import (
     local_gpus,
     machine_from_options,
 )
+from ..catalog.shapes import shape_from_config
 from ..config import RunConfig, plan_batches
 from ..config.flags import parse, typed_flags
 from ..config.settings import counted, shown

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
 
-from ..catalog.arch import ModelShape, model_shape
+from ..catalog.arch import ModelShape
 from ..catalog.known_models import bare_name, known_config
+from ..catalog.shapes import model_shape
 from ..config import AUTO, RunConfig
 from ..config.settings import shown
 

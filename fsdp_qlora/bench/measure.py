@@ -273,9 +273,9 @@ def record_memory(row: BenchRow, device: torch.device, peaks: PeakMemory | None 
 
 def _record_estimate(row: BenchRow, config: RunConfig, plan: Plan, rows: RunRows | None = None):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
-    from ..catalog.arch import shape_from_config
     from ..catalog.hardware import find_gpu
     from ..catalog.llama_pro import expanded_shape
+    from ..catalog.shapes import shape_from_config
     from ..estimate import batches_of, memory, model_tflops, step_seconds
     from ..loading import read_config
 

@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 from ..bench.auto import machine_here as planning_machine
 from ..build import planned_model
-from ..catalog.arch import ModelShape, shape_from_config
+from ..catalog.arch import ModelShape
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
+from ..catalog.shapes import shape_from_config
 from ..checkpoint import checkpoints_of
 from ..checkpoint.content import content_of
 from ..checkpoint.identity import with_batch_of

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..catalog.arch import ModelShape, model_shape, shape_from_params
+from ..catalog.arch import ModelShape
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
+from ..catalog.shapes import model_shape, shape_from_params
 from ..config import AUTO, RunConfig
 from ..config.flags import given_settings, parse, parse_alone, typed_flags
 from ..config.settings import opt

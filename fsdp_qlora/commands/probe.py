@@ -21,8 +21,9 @@ from ..bench.batches import RunRows
 from ..bench.cell_processes import How, Job
 from ..bench.measure import commit, versions
 from ..bench.row import BenchRow
-from ..catalog.arch import ModelShape, shape_from_config
+from ..catalog.arch import ModelShape
 from ..catalog.machine import Machine
+from ..catalog.shapes import shape_from_config
 from ..config import RunConfig
 from ..config.flags import parse_own, recipe_of, typed_flags
 from ..config.settings import shown

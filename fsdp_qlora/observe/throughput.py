@@ -15,7 +15,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from ..catalog.arch import ModelShape, shape_from_config
+from ..catalog.arch import ModelShape
+from ..catalog.shapes import shape_from_config
 from ..config import RunConfig
 from ..dist import ranks_from_env
 from ..estimate import (

@@ -17,9 +17,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..build import on_host, sharded_model
-from ..catalog.arch import ModelShape, shape_from_config
+from ..catalog.arch import ModelShape
 from ..catalog.known_models import is_known, known_config
 from ..catalog.llama_pro import expanded_shape
+from ..catalog.shapes import shape_from_config
 from ..config import RunConfig
 from ..dist import simulated_world
 from ..estimate.collectives import Moved, step_collectives

@@ -14,8 +14,8 @@ import pytest
 from fsdp_qlora.bench.auto import machine_here, with_changes
 from fsdp_qlora.bench.batches import RunRows
 from fsdp_qlora.bench.cell_processes import How
-from fsdp_qlora.catalog.arch import shape_from_params
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.shapes import shape_from_params
 from fsdp_qlora.cli import TrainOptions
 from fsdp_qlora.commands import probe
 from fsdp_qlora.commands.probe import _confirmed_changes, _store_file
