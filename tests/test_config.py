@@ -48,7 +48,15 @@ OLD_CHOICES = {
 }
 
 BOOLEANS = [f.name for f in fields(RunConfig) if type(f.default) is bool]
-PURE = ("config", "config.flags", "catalog.shapes", "catalog.hardware", "estimate", "planner", "cli")
+PURE = (
+    "config",
+    "config.flags",
+    "catalog.shapes",
+    "catalog.hardware",
+    "estimate",
+    "planner",
+    "cli",
+)
 
 
 def refusal(**settings) -> str:

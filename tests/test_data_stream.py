@@ -30,7 +30,7 @@ from fsdp_qlora.data import (
     tokenize_rows,
 )
 from fsdp_qlora.data import stream as stream_module
-from fsdp_qlora.data.stream import shuffled
+from fsdp_qlora.data.stream_sampler import shuffled
 from tests.patience import patience
 
 from .test_data_tokenizers import chat, make_tokenizer

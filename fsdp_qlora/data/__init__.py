@@ -8,7 +8,8 @@ takes plain arguments; none knows of models, processes or configurations.
 
 Modules, each importing only from those before it: messages, formats, records, json_tables, files,
 hub_datasets, sources, template_bounds, templates, conversation_warnings, masking, collate, report,
-prompt_format, node_share, cache, tokenized, kept_rows, dataset, packing, sampler, loader, lengths, stream.
+prompt_format, node_share, cache, tokenized, kept_rows, dataset, packing, sampler, loader, lengths,
+stream_sampler, stream.
 """
 
 from .collate import choose_pad_token_id, collate, filler
@@ -23,7 +24,8 @@ from .records import NAMES, Source
 from .report import DataReport, preview
 from .sampler import BinSampler, StepSampler, rank_share, step_sampler
 from .sources import SAMPLED_NAMES, open_source, read_rows, reads_from
-from .stream import StreamBinSampler, StreamLoader, StreamSampler
+from .stream import StreamLoader
+from .stream_sampler import StreamBinSampler, StreamSampler
 from .templates import ChatTemplate
 from .tokenized import Subset, TokenizedDataset, hold_out, shared_rows
 
