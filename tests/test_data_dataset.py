@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_qlora.data import DataReport, Row, load_dataset, preview, tokenize_rows
+from fsdp_qlora.data import ChatTemplate, DataReport, Row, load_dataset, preview, tokenize_rows
 from fsdp_qlora.data import dataset as dataset_module
 from fsdp_qlora.data import tokenized as tokenized_module
+from fsdp_qlora.data.masking import encode_rows
 from tests.patience import patience
 
 from .test_data_tokenizers import chat, make_tokenizer, trained_text
@@ -355,6 +356,13 @@ def test_a_damaged_cache_is_built_again_and_says_so(tmp_path, tokenizer, capsys,
     assert len(file.read_bytes()) == len(good)
     load_dataset(path, tokenizer, **options)
     assert not capsys.readouterr().out
+
+
+def test_of_a_row_that_is_cut_the_rest_is_not_kept(tokenizer):
+    [encoded] = encode_rows([Row("r", text="word " * 1000)], ChatTemplate(tokenizer))
+    row = dataset_module.cut_and_count(encoded, "r", DataReport(16, "completion"))
+    for kept in (row.input_ids, row.trained):
+        assert len(kept) == 16 and kept.base is None
 
 
 def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_qlora.data import ChatTemplate, Row, encode_prompt, stop_token_ids
+from fsdp_qlora.data import ChatTemplate, Row, encode_prompt, masking, stop_token_ids
 from fsdp_qlora.data.formats import row_from_record
 from fsdp_qlora.data.masking import encode_rows
 from fsdp_qlora.data.templates import UnusableRow
@@ -325,3 +325,23 @@ def test_a_prompt_that_is_in_the_template_already_is_not_written_in_it_again(tem
     assert expected.input_ids.tolist()[: len(ids)] == ids
     assert list(found.notes) == ["prompts are in the chat template already, and stay as they are"]
     assert encode_prompt(row, tokenizer) == encode_prompt(plain, tokenizer)
+
+
+@pytest.mark.parametrize("make", [make_tokenizer, make_sentencepiece_tokenizer])
+def test_long_rows_are_tokenized_few_together_and_to_the_same_tokens(make, monkeypatch):
+    tokenizer = make()
+    tokenized = type(tokenizer).__call__
+    rows = [Row("r", text="some words " * n) for n in (1, 40, 2, 3, 100, 1, 1)]
+    alone = [next(encode_rows([row], ChatTemplate(tokenizer))) for row in rows]
+    together = []
+
+    def seen(self, texts, **how):
+        together.append([len(text) for text in texts] if isinstance(texts, list) else [])
+        return tokenized(self, texts, **how)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", seen)
+    monkeypatch.setattr(masking, "_CHARACTERS_TOGETHER", 60)
+    found = list(encode_rows(rows, ChatTemplate(tokenizer)))
+    assert [sizes for sizes in together if sizes] == [[11], [440], [22, 33], [1100], [11, 11]]
+    for one, other in zip(alone, found, strict=True):
+        assert (one.input_ids == other.input_ids).all() and (one.trained == other.trained).all()

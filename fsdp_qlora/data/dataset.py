@@ -129,8 +129,8 @@ def cut_and_count(
         return None
     length = report.context_length
     row = Encoded(
-        encoded.input_ids[:length],
-        encoded.trained[:length],
+        encoded.input_ids[:length].copy(),  # a view would keep all of a book
+        encoded.trained[:length].copy(),
         encoded.folded_system,
         weight=encoded.weight,
     )

@@ -25,6 +25,9 @@ from .template_bounds import DAY
 from .templates import CUT, ChatTemplate, UnusableRow, sentinel
 
 TRAIN_ON = ("completion", "all")
+# Tokenised together: a tokenizer holds 170 to 340 bytes for each character (docs/LOG.md), so that a batch of
+# books would take the memory of a machine.
+_CHARACTERS_TOGETHER = 2**21
 
 
 @dataclass
@@ -310,11 +313,24 @@ def _end_of_turn(text: str, end: int, chat: ChatTemplate) -> int:
 
 def _tokenize(texts: list[str], tokenizer) -> Iterator[tuple[list[int], np.ndarray]]:
     """Ids and character ranges (T, 2) of each text, without any token that the text lacks."""
-    if not texts:
-        return
-    batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
-        yield ids, _without_gaps(np.array(offsets, dtype=np.int64).reshape(-1, 2))
+    for together in _not_too_long(texts):
+        batch = tokenizer(
+            together, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
+            yield ids, _without_gaps(np.array(offsets, dtype=np.int64).reshape(-1, 2))
+
+
+def _not_too_long(texts: list[str]) -> Iterator[list[str]]:
+    """Texts in turn, so many together as are of some length in all; a longer one is alone."""
+    together: list[str] = []
+    for text in texts:
+        if together and sum(map(len, together)) + len(text) > _CHARACTERS_TOGETHER:
+            yield together
+            together = []
+        together.append(text)
+    if together:
+        yield together
 
 
 def _without_gaps(offsets: np.ndarray) -> np.ndarray:
