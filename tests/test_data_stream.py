@@ -29,7 +29,7 @@ from fsdp_qlora.data import (
     open_source,
     tokenize_rows,
 )
-from fsdp_qlora.data import stream as stream_module
+from fsdp_qlora.data import stream_sampler
 from fsdp_qlora.data.stream_sampler import shuffled
 from tests.patience import patience
 
@@ -252,7 +252,7 @@ PACKED = dict(packing=True, train_on="all", pad_to=64)
 @pytest.fixture
 def short_rows(tmp_path, monkeypatch):
     """Rows of up to 64 tokens, told apart by the last ones; in windows of 30."""
-    monkeypatch.setattr(stream_module, "BIN_WINDOW", 30)
+    monkeypatch.setattr(stream_sampler, "BIN_WINDOW", 30)
     draw = random.Random(0)
     records = [
         {"text": "say " * min(19, int(draw.lognormvariate(1.2, 0.8))) + str(number)}
@@ -372,7 +372,7 @@ def test_a_stream_of_bins_does_not_resume_as_one_of_rows_or_of_other_bins(short_
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_windows_without_a_usable_row_are_passed_over_or_the_end(tmp_path, monkeypatch, kept):
-    monkeypatch.setattr(stream_module, "BIN_WINDOW", 30)
+    monkeypatch.setattr(stream_sampler, "BIN_WINDOW", 30)
     records = [{"text": ""}] * 70 + [{"text": "a"}] * kept
     source = open_source(write_rows(tmp_path / "rows.jsonl", records))
     for steps, _, end in stream(source, 2, bins_per_step=4, max_steps=2, loader_options=PACKED):
