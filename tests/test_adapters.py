@@ -5,6 +5,7 @@ Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R)
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -533,6 +534,20 @@ def test_a_rank_or_alpha_of_a_module_that_is_not_adapted_is_refused(flag, name):
         ValueError, match=f"--lora_{flag} {name}: no adapted layer of that name.*q_proj"
     ):
         apply_adapters(meta_llama(), lora_config(target_modules=["q_proj"], **{flag: {name: 8}}))
+
+
+def test_a_base_in_a_folder_is_named_so_that_it_is_found_from_anywhere(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(Path(folder).parent)
+    for name, saved in ((Path(folder).name, str(Path(folder).absolute())), ("me/base", "me/base")):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.config._name_or_path = model.name_or_path = name
+        model = apply_adapters(model, lora_config(rank=R))
+        with process_group(torch.device("cpu")):
+            save_adapter(model, tmp_path / "adapter")
+        config = LoraConfig.from_pretrained(str(tmp_path / "adapter"))
+        assert config.base_model_name_or_path == saved
 
 
 # ---- initial values ----------------------------------------------------------------------------

@@ -163,6 +163,15 @@ def test_the_version_is_said(capsys):
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fsdp_qlora {__version__}\n"
 
 
+def test_the_package_is_run_as_a_module_too():
+    """`torchrun -m fsdp_qlora train` needs no train.py."""
+    command = [sys.executable, "-m", "fsdp_qlora"]
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    assert (said.returncode, said.stdout) == (0, f"fsdp_qlora {__version__}\n")
+    wrong = subprocess.run([*command, "trian"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "did you mean train?" in wrong.stderr
+
+
 def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help", "all"])

@@ -51,6 +51,7 @@ ORDER = [
     "commands",
     "demo",
     "cli",
+    "__main__",
     "integrations",
 ]
 PURE = set(ORDER[: ORDER.index("dist")])

@@ -110,6 +110,21 @@ def test_each_program_gets_the_adapter_and_its_base(base, tmp_path, capsys):
     )
 
 
+def test_a_base_that_is_elsewhere_now_is_asked_for(base, tmp_path, capsys):
+    adapter = save_adapter(base, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    moved = str(tmp_path / "moved")
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(base_model_name_or_path=moved)))
+    for command in ("export", "merge", "generate"):
+        more = ["--prompt", "x"] * (command == "generate")
+        assert main([command, str(adapter), *more]) == 2
+        said = capsys.readouterr().err
+        assert f"--model_name is missing, and {moved}, the base that {adapter} names" in said
+    assert main(["check", str(adapter)]) == 0
+    assert "vllm serve BASE --enable-lora" in capsys.readouterr().out
+    assert f"vllm serve {base} " in exported(capsys, adapter, "--model_name", base)
+
+
 def test_a_whole_model_is_taken_as_it_is(base, tmp_path, capsys):
     assert exported(capsys, base) == f"vllm serve {base}\n"
     assert f"convert_hf_to_gguf.py {base} --outfile" in exported(capsys, base, "--to", "gguf")

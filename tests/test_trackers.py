@@ -8,14 +8,48 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.cli import main
+from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.observe.metrics import EvalMetrics
-from fsdp_qlora.observe.trackers import Wandb, check_trackers
+from fsdp_qlora.observe.trackers import MLflow, Wandb, check_trackers
 
 from .tokenizers import save_chat_model
 
 TOKEN = "hf_canaryCanaryCanary123"
+
+
+@pytest.mark.parametrize(
+    "flags, project",
+    [
+        ([], "of the environment"),
+        (["--project_name", "mine"], "mine"),
+        (["--project_name", "fsdp_qlora"], "fsdp_qlora"),
+    ],
+)
+def test_a_trackers_own_variable_names_the_project_unless_a_flag_does(
+    monkeypatch, tmp_path, flags, project
+):
+    import mlflow.tracking
+    import wandb
+
+    class Asked(Exception):
+        """What a tracker was asked for, instead of an answer."""
+
+    def asked(project):
+        raise Asked(project)
+
+    monkeypatch.setattr(wandb, "init", lambda project, **more: asked(project))
+    client = mlflow.tracking.MlflowClient
+    monkeypatch.setattr(client, "get_experiment_by_name", lambda self, project: asked(project))
+    for variable in ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(variable, "of the environment")
+    (config,) = parse([*flags, "--output_dir", str(tmp_path)])
+    for tracker in (Wandb, MLflow):
+        with pytest.raises(Asked, match=f"^{project}$"):
+            tracker(config, "id", 0)
+    monkeypatch.delenv("WANDB_PROJECT")
+    with pytest.raises(Asked, match=f"^{config.project_name}$"):
+        Wandb(config, "id", 0)
 
 
 # ---- what they kept ------------------------------------------------------------------------------

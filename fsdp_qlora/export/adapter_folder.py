@@ -20,9 +20,11 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..catalog.known_models import hub_name
 from ..experts import STACKS, is_target
 from ..json_input import from_json
 from ..loading import first_line
+from ..loading.model_folder import looks_local
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
@@ -401,8 +403,17 @@ def _check_supported(folder: Path, config: dict):
 
 
 def base_of(folder: str | Path | None) -> tuple[str, str | None]:
-    """The model that an adapter names as its base, and its revision. Raises ValueError."""
+    """The model that an adapter names as its base, and its revision.
+
+    Raises ValueError if it names none, or a folder that is elsewhere now.
+    """
     config = read_adapter_config(Path(folder)) if folder else {}
-    if not config.get("base_model_name_or_path"):
+    name = config.get("base_model_name_or_path")
+    if not name:
         raise ValueError("--model_name is missing; give the model that the adapter is for")
-    return config["base_model_name_or_path"], config.get("revision")
+    if looks_local(hub_name(name)) and not Path(name).expanduser().exists():
+        raise ValueError(
+            f"--model_name is missing, and {name}, the base that {folder} names, is not there; give the "
+            "folder where that model is now, or its hub name"
+        )
+    return name, config.get("revision")

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from ..loading import first_line
-from .adapter_folder import INITS, WEIGHTS_FILE, read_adapter_config
+from .adapter_folder import INITS, WEIGHTS_FILE, base_of, read_adapter_config
 
 _MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be; 16 if left out
 _INITS_TAKEN = (*INITS, "mica", "lora_ga")
@@ -98,12 +99,15 @@ def _has_adapted_experts(folder: Path) -> bool:
 def serve_command(folder: str | Path, base: str | None = None) -> str:
     """The command that serves an adapter that vLLM takes; `base` where it is another than its own."""
     config = read_adapter_config(Path(folder))
+    if base is None:
+        with suppress(ValueError):  # it names none, or one that is elsewhere now
+            base = base_of(folder)[0]
     rank = next(r for r in _MAX_RANKS if r >= config["r"])
     module = f"tuned={shlex.quote(str(folder))}"
     if _has_adapted_experts(Path(folder)):  # in PEFT's layout, A and B of all experts in a tensor
         given = dict(name="tuned", path=str(folder), is_3d_lora_weight=True)
         module = f"{shlex.quote(json.dumps(given))} --enable-mixed-moe-lora-format"
     return (
-        f"vllm serve {shlex.quote(base or config['base_model_name_or_path'] or 'BASE')} --enable-lora "
+        f"vllm serve {shlex.quote(base or 'BASE')} --enable-lora "
         f"--max-lora-rank {rank} --lora-modules {module}"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
@@ -43,6 +44,9 @@ def saved_config(model: nn.Module) -> LoraConfig:
     rsLoRA divides by the root of the rank, so there alpha grows by sqrt(2).
     """
     config = config_in_whole(model, copy.copy(model.peft_config[model.active_adapter]))
+    base = config.base_model_name_or_path
+    if base and Path(base).is_dir():  # so that it is found from any folder
+        config.base_model_name_or_path = str(Path(base).absolute())
     if not taken_out(model):
         return config
     if model.active_adapter != "default":

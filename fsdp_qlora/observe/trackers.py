@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..config import RunConfig
+from ..config.settings import changed_settings
 from ..dist import from_main
-from ..redact import redact_all
+from ..redact import redact, redact_all
 from .metrics import Record
 from .runlog import how_it_ended, in_one_line
 from .sinks import Sink
@@ -82,6 +83,13 @@ class _Sent:
         return found
 
 
+def _project(config: RunConfig, variable: str) -> str:
+    """--project_name; if that is left out, what the tracker's own variable says."""
+    is_given = "project_name" in changed_settings(config) or "project_name" in config.typed
+    named = None if is_given else os.environ.get(variable)
+    return redact(named or config.project_name)
+
+
 class Wandb(Sink):
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in `wandb` of --output_dir for later."""
 
@@ -91,7 +99,7 @@ class Wandb(Sink):
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         said = settings_of(config)
         self.run = wandb.init(
-            project=said["project_name"],
+            project=_project(config, "WANDB_PROJECT"),
             **{name: said[name] for name in ("name", "group", "entity")},
             id=run_id,
             resume="allow",
@@ -124,7 +132,7 @@ class MLflow(Sink):
         from mlflow.tracking import MlflowClient
 
         self.client, self.metric, said = MlflowClient(), Metric, settings_of(config)
-        project = said["project_name"]
+        project = _project(config, "MLFLOW_EXPERIMENT_NAME")
         found = self.client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self.client.create_experiment(project)
         runs = self.client.search_runs([experiment], f"tags.`fsdp_qlora.run_id` = '{run_id}'")
