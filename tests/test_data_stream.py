@@ -27,9 +27,9 @@ from fsdp_qlora.data import (
     StreamSampler,
     num_trained_tokens,
     open_source,
+    stream_sampler,
     tokenize_rows,
 )
-from fsdp_qlora.data import stream_sampler
 from fsdp_qlora.data.stream_sampler import shuffled
 from tests.patience import patience
 

@@ -35,7 +35,7 @@ def machine(gpus: int = 2, **options):
 
 
 def asked(task: Task, shape=EIGHT, gpus: int = 2, **settings):
-    config = task.of_rows(RunConfig(**SETTINGS | settings))
+    config = task.of_trainer(RunConfig(**SETTINGS | settings))
     return task.added_to(estimate(shape, machine(gpus), config))
 
 
@@ -71,7 +71,8 @@ def test_a_references_forward_has_the_products_that_torch_counts(tiny):
 
 
 def test_a_pair_is_two_rows_and_the_reference_one_forward_of_each():
-    dpo, sft = asked(Task("dpo")), asked(Task(), batch_size=8)
+    launched = dict(compile=False, cuda_graphs=False)
+    dpo, sft = asked(Task("dpo")), asked(Task(), batch_size=8, **launched)
     parts = dict(dpo.step.parts)
     reference = parts.pop("reference")
     assert parts == sft.step.parts and dpo.plan == sft.plan
@@ -132,10 +133,23 @@ def test_the_command_takes_a_task(capsys):
 
 
 def test_a_global_batch_of_pairs_stays_whole():
-    config = Task("dpo").of_rows(RunConfig(batch_size=3, global_batch_size=12))
+    config = Task("dpo").of_trainer(RunConfig(batch_size=3, global_batch_size=12))
     assert (config.batch_size, config.global_batch_size) == (6, 24)
-    assert Task("dpo").of_rows(RunConfig(batch_size=-1)).batch_size == -1
-    assert replace(config, batch_size=3, global_batch_size=12) == RunConfig(
-        batch_size=3, global_batch_size=12
-    )
+    assert Task("dpo").of_trainer(RunConfig(batch_size=-1)).batch_size == -1
+    given = dict(batch_size=3, global_batch_size=12)
+    launched = RunConfig(**given, compile=False, cuda_graphs=False)
+    assert replace(config, **given) == launched
+
+
+@pytest.mark.parametrize("task", [Task("dpo"), Task("grpo", generated=64)])
+def test_trainers_compile_what_they_are_told_to_and_replay_nothing(task):
+    """As integrations/ does: so few tokens wait for the host, the reference's too."""
+    few = dict(context_length=128, batch_size=1)
+    plain, compiled = asked(task, **few), asked(task, compile=True, **few)
+    for found in (plain, compiled):
+        assert not found.plan.loop.cuda_graphs and found.step.parts["launches"] > 0.1
+    assert compiled.plan.loop.compile and not plain.plan.loop.compile
+    assert plain.step.parts["reference"] > compiled.step.parts["reference"] > 0.05
+    with pytest.raises(ValueError, match=f"--cuda_graphs true with --task {task.name}"):
+        asked(task, cuda_graphs=True)
     assert Task("dpo").rows(10) == 20 and Task("grpo").rows(10) == 10

@@ -107,7 +107,7 @@ def _estimate_command(argv: list[str]):
     if generated == AUTO:
         generated = config.context_length // 2
     task = Task(options.task, options.reference, generated)
-    config = task.of_rows(config)
+    config = task.of_trainer(config)
     if config.is_auto:
         config = planned(shape, machine, config, argv, rows)
     found = task.added_to(estimate(shape, machine, config, rows))

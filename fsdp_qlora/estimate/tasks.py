@@ -46,8 +46,20 @@ class Task:
         """Rows of so many examples: a pair has two."""
         return examples * (1 + (self.name == "dpo"))
 
-    def of_rows(self, config: RunConfig) -> RunConfig:
-        """The settings with a pair counted as its two rows. Raises ValueError for G that leave no prompt."""
+    def of_trainer(self, config: RunConfig) -> RunConfig:
+        """The settings as a trainer takes them, with a pair counted as its two rows.
+
+        Trainers compile blocks only if they are told to, and replay no micro-batch. Raises ValueError for
+        G that leave no prompt, and for graphs.
+        """
+        if self.name == "sft":
+            return config
+        if config.cuda_graphs:
+            raise ValueError(
+                f"--cuda_graphs true with --task {self.name}: TRL's trainers launch every micro-batch; leave "
+                "it out"
+            )
+        config = replace(config, compile=bool(config.compile), cuda_graphs=False)
         if self.name == "grpo" and not 0 < self.generated < config.context_length:
             raise ValueError(
                 f"--completion_length {self.generated}: rows of --context_length "
@@ -97,7 +109,7 @@ def reference_seconds(shape: ModelShape, machine: Machine, plan: Plan) -> float:
 
     Of the step's own parts: 2 of the FLOPs of each weight, attention's forward, each weight dequantized
     once, the forward's passes over activations, and 3 of 7 over the logits; then what gathering all units
-    once takes beyond that.
+    once, or launching the forward, takes beyond that.
     """
     gpu = machine.gpu
     parts = compute_parts(shape, gpu, plan)
@@ -112,7 +124,7 @@ def reference_seconds(shape: ModelShape, machine: Machine, plan: Plan) -> float:
         + parts["activations"] * forward / both
         + parts["loss"] * _PASSES_OF_LOGITS
     )
-    return max(busy, _gather_seconds(shape, machine, plan))
+    return max(busy, _gather_seconds(shape, machine, plan), _launch_seconds(shape, plan))
 
 
 def _gather_seconds(shape: ModelShape, machine: Machine, plan: Plan) -> float:
