@@ -55,6 +55,12 @@ def contents(row):
                 {"role": "assistant", "content": "A", "tool_calls": None},
             ]
         },
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+            ]
+        },
     ],
     ids=lambda record: "+".join(record),
 )
@@ -320,6 +326,15 @@ def test_a_missing_file_names_the_flag_and_what_works(dataset):
         read_rows(dataset)
     assert str(error.value).startswith(f"--dataset {dataset}: no such file or folder")
     assert all(name in str(error.value) for name in NAMES)
+
+
+@pytest.mark.parametrize("part", ["[:10%]", "[5:10]", "[-5:]", " [: 5]", "[:1_000]"])
+def test_other_parts_of_a_data_set_than_its_first_rows_are_refused(tmp_path, part):
+    path = write(tmp_path / "rows.jsonl", {"text": "a"}, {"text": "b"})
+    for name in (f"{path}{part}", f"{path},me/data{part}"):
+        with pytest.raises(ValueError, match=r"only the first rows.*\[:1000\]; write it so"):
+            read_rows(name)
+    assert [row.text for row in read_rows(f"{path} [:1]")] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
         if split != "train":
             raise ValueError(
                 f"--dataset_split {split}: {dataset} is a single file without splits; give the file of "
-                "that split as --dataset"
+                f"that split as --dataset, or its first rows as {dataset}[:1000]"
             )
         return [path]
     if path.is_dir():
@@ -50,6 +50,11 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
     files = list(filter(_is_data, map(Path, names)))
     if not files:
         _refuse_address(str(dataset))
+        if part := re.search(r"\s*\[[^\]]*:[^\]]*\]$", str(dataset)):
+            raise ValueError(
+                f"--dataset {dataset}: of a data set only the first rows can be taken, as in "
+                f"{str(dataset)[: part.start()]}[:1000]; write it so, or make a file of the rows you want"
+            )
         raise ValueError(
             f"--dataset {dataset}: no such file or folder; give a .jsonl, .json, .csv, .tsv or .parquet "
             f"file, a folder or glob of them, a Hugging Face name, or one of {', '.join(NAMES)}"

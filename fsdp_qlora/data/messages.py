@@ -41,6 +41,7 @@ _SWITCHES = (
 # And parts of a turn with these, which can't be followed here.
 _PARTIAL_SWITCHES = ("train_detail", "training_detail")
 
+_TEXT_PARTS = ("text", "input_text", "output_text")  # as OpenAI's two APIs call parts of a content
 TOOLS_KEYS = ("tools", "tool_defs", "functions")
 # Names of the reasoning before an answer, under which templates look for it too.
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -167,7 +168,7 @@ def _content(content, source: str, key: str = "content") -> str:
         return ""
     if not isinstance(content, list):
         return checked_text(content, source, key)
-    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+    if any(not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS for part in content):
         raise ValueError(f"{source}: '{key}' has parts other than text; only text is supported")
     return "".join(checked_text(part.get("text"), source, "text") for part in content)
 

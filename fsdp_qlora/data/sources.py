@@ -145,7 +145,7 @@ def _joined(datasets: str, split: str, seed: int, streaming: bool) -> Source:
                 f"--dataset {datasets}: a name is missing between two commas; remove one"
             )
         found = _PART.fullmatch(name)
-        source = _whole_source(found["name"] if found else name, split, seed, streaming)
+        source = _whole_source(found["name"].rstrip() if found else name, split, seed, streaming)
         limit, weight = (found["limit"], float(found["weight"] or 1)) if found else (None, 1.0)
         if not 0 < weight <= _MOST_OFTEN:
             raise ValueError(
