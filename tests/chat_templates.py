@@ -43,7 +43,28 @@ def facts_of(template: str | None) -> dict[str, str]:
 
 
 def _render(template: str, *messages: dict, tools: list | None = None) -> str | None:
-    """The text of a conversation; None if the template refuses it."""
+    """The text of a conversation, in parts if the template takes no other; None if it refuses it."""
+    if _takes_parts(template):
+        messages = tuple(map(_in_parts, messages))
+    return _rendered(template, *messages, tools=tools)
+
+
+@cache
+def _takes_parts(template: str) -> bool:
+    """Whether contents must be lists of parts."""
+    turns = _user("a"), _answer("b")
+    in_parts = _rendered(template, *map(_in_parts, turns))
+    return in_parts is not None and _rendered(template, *turns) is None
+
+
+def _in_parts(turn: dict) -> dict:
+    part = dict(type="text", text=turn["content"])
+    if turn["role"] == "tool":
+        part["name"] = turn["name"]
+    return turn | dict(content=[part])
+
+
+def _rendered(template: str, *messages: dict, tools: list | None = None) -> str | None:
     special = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
     try:
         texts, _ = render_jinja_template(
@@ -127,6 +148,8 @@ def _besides(template: str) -> list[str]:
         found.append("a system message is made up where there is none")
     if "  one  " not in alone:
         found.append("answers are stripped")
+    if _takes_parts(template):
+        found.append("texts are given in parts")
     if "{% generation %}" in template or "{%- generation" in template:
         found.append("marks what the assistant writes")
     return found

@@ -30,6 +30,11 @@ def _in_model_list(text: str, name: str) -> str:
     return next(m["chat_template"] for m in json.loads(text) if m["model_name"] == name)
 
 
+def _in_settings(text: str, name: str) -> str:
+    """The `chat_template` of a tokenizer's settings."""
+    return json.loads(text)["chat_template"]
+
+
 def _in_history(text: str, name: str) -> str | None:
     """The latest of a hub repository's templates; None if it never had one."""
     history = json.loads(text)
@@ -69,6 +74,11 @@ SOURCES = {
         f"{_GITHUB}/s1mar/chat-template-drift/blob/6dee80f6ffd401d97cb431f12d03940139c76de1",
         "data/history/{}.json",
         _in_history,
+    ),
+    "MiniMax-M1": Source(
+        f"{_GITHUB}/MiniMax-AI/MiniMax-M1/blob/a2328261e3faf6b1262a6dea55442bc1083b46da",
+        "{}.json",
+        _in_settings,
     ),
 }
 

@@ -20,9 +20,13 @@ PREAMBLE = """You are a helpful model of nobody. {% for m in messages %}{% if m.
 {{- m.content }}{{ (m.tool_calls[0].function.arguments) if m.tool_calls }}{% endif %}{% endfor %}"""
 
 
+IN_PARTS = """{% for m in messages %}{{ m.content[0]['text'] + '\\n' }}{% endfor %}"""
+
+
 @pytest.mark.parametrize(
     "template,facts",
     [
+        (IN_PARTS, dict(tools="no definitions, no calls", besides="texts are given in parts")),
         (LAST_THOUGHT, dict(thoughts="the last answer only", inline="cut")),
         (LAST_THOUGHT, dict(besides="answers are stripped", tools="no definitions, no calls")),
         (PYTHON_CALLS, dict(thoughts="never", inline="kept", tools="written", arguments="objects")),
@@ -68,12 +72,13 @@ HISTORY = dict(status="ok", _templates=[dict(template="older"), dict(template=ST
         ("openvino.genai", f"def configs():\n return {{'m': {TWO_MODELS[1]}, 'n': {{}}}}", STRICT),
         ("xinference", json.dumps(TWO_MODELS), STRICT),
         ("chat-template-drift", json.dumps(HISTORY), STRICT),
+        ("MiniMax-M1", json.dumps(dict(chat_template=STRICT)), STRICT),
         ("chat-template-drift", json.dumps(dict(status="no_template_in_any_revision")), None),
     ],
 )
 def test_a_template_is_found_in_a_checkout_of_its_source(tmp_path, source, file, template):
     path = tmp_path / SOURCES[source].path.format("m")
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(file)
     assert text_of({"from": source, "template": "m"}, tmp_path) == template
 

@@ -345,3 +345,31 @@ def test_long_rows_are_tokenized_few_together_and_to_the_same_tokens(make, monke
     assert [sizes for sizes in together if sizes] == [[11], [440], [22, 33], [1100], [11, 11]]
     for one, other in zip(alone, found, strict=True):
         assert (one.input_ids == other.input_ids).all() and (one.trained == other.trained).all()
+
+
+def in_parts(content: str) -> str:
+    """A template of ours that reads `content` of m in place of a text."""
+    assert "m['content']" in CHATML
+    return CHATML.replace("m['content']", f"({content})")
+
+
+FIRST_PART = in_parts("m['content'][0]['text']")  # refuses a text
+ALL_PARTS = in_parts(
+    "m['content'] | selectattr('type') | join('', attribute='text')"
+)  # leaves it out
+OF_TOOLS = in_parts("(m['content'][0]['name'] or '') ~ m['content'][0]['text']")
+
+
+@pytest.mark.parametrize("template", [FIRST_PART, ALL_PARTS])
+def test_a_template_that_takes_lists_of_parts_alone_is_given_them(template):
+    turns = chat("Hello", "I am <|im_end|> no end", "And you?", "Fine", system="Be kind.")
+    by_text, by_parts = make_tokenizer(CHATML), make_tokenizer(template)
+    wanted, found = encode(turns, by_text), encode(turns, by_parts)
+    assert (found.input_ids == wanted.input_ids).all() and (found.trained == wanted.trained).all()
+    assert encode_prompt(turns, by_parts) == encode_prompt(turns, by_text)
+
+
+def test_a_tools_result_in_parts_names_the_tool():
+    result = dict(role="tool", name="look_up", content="RESULT")
+    text = ChatTemplate(make_tokenizer(OF_TOOLS)).render([*chat("Hello"), result])
+    assert "tool\nlook_upRESULT<" in text

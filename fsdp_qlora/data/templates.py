@@ -76,6 +76,30 @@ class ChatTemplate:
         """Text of a conversation; UnusableRow if the template refuses it."""
         if not messages:
             raise UnusableRow("no messages")
+        if self._takes_parts:
+            messages = [_in_parts(turn) for turn in messages]
+        return self._render(messages, tools, add_generation_prompt, template)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template knows contents as lists of parts alone, as MiniMax M1's."""
+        asked = {"role": "user", "content": sentinel(0)}
+        for turn, written in ((asked, False), (_in_parts(asked), True)):
+            try:
+                text = self._render([turn])
+            except UnusableRow:
+                text = ""
+            if (sentinel(0) in text) != written:
+                return False
+        return "'type'" not in text  # else it writes any value as Python does
+
+    def _render(
+        self,
+        messages: list[dict],
+        tools: list | None = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
         source = self.tokenizer.get_chat_template(template or self.template, tools)
         try:
             text = template_bounds.render(
@@ -320,6 +344,12 @@ ESCAPED_CUT = repr(CUT)[1:-1]
 def sentinel(turn: int) -> str:
     """A content that no data hold and no template alters: private-use characters, no spaces."""
     return f"\ue0f0TURN{turn}\ue0f1"
+
+
+def _in_parts(turn: dict) -> dict:
+    """A turn whose content is a list of one part; of a tool's result with the tool's name."""
+    named = {"name": turn["name"]} if turn["role"] == "tool" and turn.get("name") else {}
+    return {**turn, "content": [{"type": "text", "text": turn.get("content") or "", **named}]}
 
 
 def _fold_system(messages: list[dict]) -> list[dict] | None:
