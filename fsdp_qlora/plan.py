@@ -8,6 +8,7 @@ section. Pure: no torch.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
@@ -96,9 +97,17 @@ class AdapterPlan:
         )
 
     def rank(self, name: str) -> int:
-        """R of a layer's adapter."""
-        ranks = dict(self.rank_pattern)
-        return ranks.get(name, ranks.get(name.rsplit(".", 1)[-1], self.lora_rank))
+        """R of a layer's adapter: of the first key that fits, as in PEFT.
+
+        Blocks are known by their kinds, and layers by their last names: keys of a single block, or of all
+        that a module holds (`self_attn.*`), do not fit.
+        """
+        last = name.rsplit(".", 1)[-1]
+        for key, rank in self.rank_pattern:
+            end = re.sub(r"^(\w+\.)*(?=\w+$)", "", key)  # of self_attn.q_proj
+            if not re.search(r"\.\d+\.", key) and re.fullmatch(end, last):
+                return rank
+        return self.lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,6 +170,8 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
         (dict(model_name=None), ["--model_name", "text"]),
         (dict(train_type="qdora"), ["--train_type qdora", "qlora"]),
         (dict(lora_rank_pattern="q_proj"), ["--lora_rank_pattern q_proj", "q_proj=16"]),
+        (dict(lora_rank_pattern="(q_proj=2"), ["--lora_rank_pattern (q_proj=2", "ends of modules"]),
+        (dict(lora_alpha_pattern="*q_proj=2"), ["'*q_proj' is not a regular expression"]),
         (dict(lora_alpha_pattern="q_proj=0"), ["--lora_alpha_pattern q_proj=0", "q_proj=16"]),
         (dict(loraplus_lr_ratio=0), ["--loraplus_lr_ratio", "above 0"]),
         (dict(quant="int4"), ["--quant int4", "nf4", "none"]),

@@ -46,6 +46,11 @@ from .families import BUILT, family_config
             dict(expert_targets=("down_proj",), rank_pattern=(("down_proj", 3),)),
         ),
         ("qwen2.5-0.5b", dict(rank_pattern=(("q_proj", 2), ("down_proj", 16)))),
+        (
+            "qwen3-8b",
+            dict(rank_pattern=(("self_attn.q_proj", 2), ("(k|v)_proj", 3), (".*up_proj", 16))),
+        ),
+        ("qwen3-8b", dict(rank_pattern=((".*q_proj", 2), ("q_proj", 16)))),
     ],
 )
 def test_stored_weights_are_those_of_the_built_model(known, changes):

@@ -30,6 +30,13 @@ def module_pattern(flag: str, text: str | None) -> dict[str, int]:
                 f"--{flag} {text}: {part.strip()!r} is not MODULE=N with N of 1 or more; write "
                 "q_proj=16,down_proj=128"
             )
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise ValueError(
+                f"--{flag} {text}: {name!r} is not a regular expression ({error}); give the ends of "
+                "modules' names"
+            ) from None
         found[name] = int(number)
     return found
 
