@@ -22,9 +22,10 @@ from fsdp_qlora.observe import throughput
 from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.planner import free_settings, propose
 from fsdp_qlora.preflight.run_data import read_data, run_tokenizer
-from fsdp_qlora.preflight.sampled_lengths import lengths_of, sampled_lengths
+from fsdp_qlora.preflight.sampled_lengths import can_pack, lengths_of, sampled_lengths
 from fsdp_qlora.training.trainer import longest_row
 
+from .families import family_config
 from .tokenizers import save_chat_model
 
 CONTEXT = 512
@@ -311,3 +312,14 @@ def test_an_estimate_counts_the_bins_of_a_step_as_the_run_does():
         bins = choice.plan.batch.per_step
         assert bins - choice.config.batch_size < round(32 * rows.mean_length / CONTEXT) <= bins
     assert "gradient_accumulation_steps" not in plan.changes
+
+
+def test_packing_is_not_proposed_where_mixers_without_kernels_would_leave_the_compiler(
+    tmp_path, install
+):
+    for family, kernels in (("Granite 4 H", {"mamba_ssm", "causal_conv1d"}), ("Qwen3", set())):
+        family_config(family).save_pretrained(tmp_path / family)
+        config = RunConfig(model_name=str(tmp_path / family))
+        for installed in (set(), kernels):
+            install(installed)
+            assert can_pack(config) == (installed == kernels)
