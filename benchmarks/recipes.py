@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 from random_checkpoint import write
-from real_rows import ROOT, RealRow, failure, figures, gpu_name, records_of, watched
+from real_rows import ROOT, RealRow, gpu_name
 from real_rows_data import save_tokenizer, write_rows
+from real_rows_figures import failure, figures, records_of, watched
 from transformers import AutoConfig, AutoTokenizer
 
 from fsdp_qlora.bench.measure import commit, versions
