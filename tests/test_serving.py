@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +222,19 @@ def test_a_folder_without_a_model_says_what_it_is_and_what_to_give(base, tmp_pat
             assert main([*command, "--model_name", str(folder)]) == 2, command
             line = capsys.readouterr().err
             assert f"--model_name {folder}: {says}" in line, command
+
+
+def test_a_model_with_an_adapter_in_its_folder_is_refused(base, tmp_path, capsys):
+    """transformers would load both, and a run would have left the adapter out."""
+    both = Path(shutil.copytree(base, tmp_path / "both"))
+    save_tokenizer(both)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    shutil.copytree(adapter, both, dirs_exist_ok=True)
+    named = ["--model_name", str(both), "--device", "cpu"]
+    data = ["--dataset", "dummy", "--context_length", "32"]
+    for command in (["train", *data], ["train", *data, "--dry_run"], ["generate", "--prompt", "x"]):
+        assert main([*command, *named]) == 2, command
+        assert f"--model_name {both}: it contains an adapter_config.json" in capsys.readouterr().err
 
 
 def test_a_folder_without_an_adapter_says_what_it_is_and_what_to_give(base, tmp_path, capsys):

@@ -46,6 +46,7 @@ from ..loading import (
     read_config,
 )
 from ..loading.generation_config import keep_generation_settings
+from ..loading.model_folder import check_no_adapter
 from ..loading.native_formats import FORMATS as NATIVE_FORMATS
 from ..loading.prequantized import kind_of, open_weights, quantization_of
 from ..loading.tokenizer import load_tokenizer
@@ -72,7 +73,8 @@ def load_for_inference(
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"--adapter_folder {adapter}: {why_no_adapter(Path(adapter))}")
     if looks_local(model_name):
-        _check_base_folder(Path(model_name))
+        check_no_adapter(model_name)
+        Checkpoint(model_name)
     device, known = torch.device(device), base_quant(quant, adapter)
     held = _held_in_fewer_bits(load_in, known, adapter, dtype, device)
     with asked_hub(not looks_local(model_name)) as unreachable:
@@ -202,17 +204,6 @@ def _free_memory(device: torch.device) -> dict[int | str, int]:
         return {}
     gpus = {i: int(0.9 * torch.cuda.mem_get_info(i)[0]) for i in range(torch.cuda.device_count())}
     return {**gpus, "cpu": int(0.9 * host_memory_here() * 2**30)}
-
-
-def _check_base_folder(folder: Path):
-    """Refuse a folder without safetensors, and what transformers would take for an adapter's."""
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"--model_name {folder}: it contains an adapter_config.json, so transformers would load "
-            "the model named there instead; give adapters with --adapter_folder, or remove that "
-            "file"
-        )
-    Checkpoint(folder)
 
 
 def _trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:

@@ -19,7 +19,7 @@ from ..config.settings import counted
 from ..dist import print_main
 from .key_mapping import match_names
 from .llama_pro import ExpandedCheckpoint, expanded_config
-from .model_folder import checkpoint_folder, read_config
+from .model_folder import check_no_adapter, checkpoint_folder, read_config
 from .prequantized import FourBitCheckpoint, check_kind, open_weights, quantization_of
 from .quantized_cache import QuantizedCache
 from .stream import (
@@ -63,6 +63,7 @@ def open_checkpoint(
     else:
         quantization = quantization_of(settings)
         check_kind(quantization, config.model_name)  # before anything is downloaded
+        check_no_adapter(config.model_name)
         checkpoint = with_new_rows(
             model,
             match_names(

@@ -50,6 +50,17 @@ def read_config(
             ) from error
 
 
+def check_no_adapter(folder: str | Path):
+    """Refuse a model's folder that has an adapter in it, which transformers would load on top of the model
+    that the adapter names.
+    """
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model_name {folder}: it contains an adapter_config.json, so transformers would load "
+            "the adapter and the model named there instead; merge the adapter first, or move that file out"
+        )
+
+
 def pinned(revision: str | None, trust_remote_code: bool) -> dict:
     """Arguments of transformers' loaders; code comes from that same revision or not at all."""
     return dict(revision=revision or "main", **pinned_code(revision, trust_remote_code))
