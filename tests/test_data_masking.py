@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_qlora.data import ChatTemplate, Row, encode_prompt, masking, stop_token_ids
+from fsdp_qlora.data import ChatTemplate, Row, encode_prompt, marked_tokens, stop_token_ids
 from fsdp_qlora.data.formats import row_from_record
 from fsdp_qlora.data.masking import encode_rows
 from fsdp_qlora.data.templates import UnusableRow
@@ -340,7 +340,7 @@ def test_long_rows_are_tokenized_few_together_and_to_the_same_tokens(make, monke
         return tokenized(self, texts, **how)
 
     monkeypatch.setattr(type(tokenizer), "__call__", seen)
-    monkeypatch.setattr(masking, "_CHARACTERS_TOGETHER", 60)
+    monkeypatch.setattr(marked_tokens, "_CHARACTERS_TOGETHER", 60)
     found = list(encode_rows(rows, ChatTemplate(tokenizer)))
     assert [sizes for sizes in together if sizes] == [[11], [440], [22, 33], [1100], [11, 11]]
     for one, other in zip(alone, found, strict=True):

@@ -6,10 +6,10 @@
 `load_dataset` does the first two, with a cache that ranks share. Each piece is usable alone and
 takes plain arguments; none knows of models, processes or configurations.
 
-Modules, each importing only from those before it: messages, formats, records, json_tables, files,
-hub_datasets, sources, template_bounds, templates, conversation_warnings, masking, collate, report,
-prompt_format, node_share, cache, tokenized, kept_rows, dataset, packing, sampler, loader, lengths,
-stream_sampler, stream.
+Modules, each importing only from those before it: messages, formats, records, json_tables,
+file_records, files, hub_datasets, sources, template_bounds, message_forms, templates,
+conversation_warnings, marked_tokens, masking, collate, report, prompt_format, node_share, cache,
+tokenized, kept_rows, dataset, packing, sampler, loader, lengths, stream_sampler, stream.
 """
 
 from .collate import choose_pad_token_id, collate, filler

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from . import node_share
 from .formats import Row
 from .kept_rows import key_of, rows_in_folder, rows_of_node
-from .masking import Encoded, encode_rows
+from .marked_tokens import Encoded
+from .masking import encode_rows
 from .report import DataReport
 from .sources import open_source
 from .templates import ChatTemplate, UnusableRow

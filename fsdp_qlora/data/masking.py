@@ -14,46 +14,15 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from .conversation_warnings import empty_answers, left_out, untrained_reasoning
 from .formats import Row
+from .marked_tokens import Encoded, Rendered, mark_tokens, missing_prefix, prefix_ids, tokenize
 from .messages import check_encodable
 from .template_bounds import DAY
 from .templates import CUT, ChatTemplate, UnusableRow, sentinel
 
 TRAIN_ON = ("completion", "all")
-# Tokenised together: a tokenizer holds 170 to 340 bytes for each character (docs/LOG.md), so that a batch of
-# books would take the memory of a machine.
-_CHARACTERS_TOGETHER = 2**21
-
-
-@dataclass
-class _Rendered:
-    """Text of a row with the spans (start, end), in characters, that the model must write."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    add_eos: bool  # the text has no end-of-turn token of its own
-    folded_system: bool = False
-    excluded: Sequence[tuple[int, int]] = ()  # spans that the author took out of training
-    cuts: Sequence[int] = ()  # places in control tokens that a content spells
-    notes: Sequence[str] = ()
-
-
-@dataclass
-class Encoded:
-    """Token ids (T,) and, for each, whether it is trained; position 0 never is."""
-
-    input_ids: np.ndarray  # int32
-    trained: np.ndarray  # bool
-    folded_system: bool = False
-    notes: Sequence[str] = ()  # for the data report, as all below
-    unread: Sequence[str] = ()
-    prompt_format: str | None = None
-    weight: float = 1.0  # of its loss, relative to other rows
 
 
 def encode_rows(
@@ -63,14 +32,14 @@ def encode_rows(
     if train_on not in TRAIN_ON:
         raise ValueError(f"--train_on {train_on}: choose one of {', '.join(TRAIN_ON)}")
     rendered = [_render_or_reason(row, chat) for row in rows]
-    usable = [item for item in rendered if isinstance(item, _Rendered)]
-    tokens = _tokenize([item.text for item in usable], chat.tokenizer)
-    prefix = _prefix_ids(chat.tokenizer)
+    usable = [item for item in rendered if isinstance(item, Rendered)]
+    tokens = tokenize([item.text for item in usable], chat.tokenizer)
+    prefix = prefix_ids(chat.tokenizer)
     for row, item in zip(rows, rendered, strict=True):
         if isinstance(item, UnusableRow):
             yield item
             continue
-        encoded = _encode(item, *next(tokens), prefix, chat, train_on)
+        encoded = mark_tokens(item, *next(tokens), prefix, chat, train_on)
         encoded.notes, encoded.unread = (*row.notes, *item.notes), row.unread
         encoded.weight = row.weight
         if chat.is_fallback:
@@ -92,9 +61,9 @@ def encode_prompt(row: Row | list[dict], tokenizer) -> list[int]:
         text = row.plain_prompt
     else:
         text = _render_prompt(row, chat)
-    pieces = list(_tokenize(text.split(CUT), tokenizer))
+    pieces = list(tokenize(text.split(CUT), tokenizer))
     ids = [token for ids, _ in pieces for token in ids]
-    return _missing_prefix(ids, _prefix_ids(tokenizer)) + ids
+    return missing_prefix(ids, prefix_ids(tokenizer)) + ids
 
 
 def stop_token_ids(tokenizer) -> list[int]:
@@ -106,12 +75,12 @@ def stop_token_ids(tokenizer) -> list[int]:
 # ---- text and spans -------------------------------------------------------------------------
 
 
-def _render_row(row: Row, chat: ChatTemplate) -> _Rendered:
+def _render_row(row: Row, chat: ChatTemplate) -> Rendered:
     """The text of a row and what of it is the model's; UnusableRow says why there is none."""
     if row.text is not None:
         if not row.text:
             raise UnusableRow("empty text")
-        return _Rendered(row.text, [(0, len(row.text))], add_eos=True, notes=_kept(row.text, chat))
+        return Rendered(row.text, [(0, len(row.text))], add_eos=True, notes=_kept(row.text, chat))
     if chat.is_fallback and row.plain_prompt is not None:
         text = row.plain_prompt + row.messages[-1]["content"]
         notes = [
@@ -119,7 +88,7 @@ def _render_row(row: Row, chat: ChatTemplate) -> _Rendered:
             *empty_answers(row.messages, set()),
             *(["tools are left out, as there is no chat template"] if row.tools else []),
         ]
-        return _Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
+        return Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
     return _render_written(row, chat) if _is_written(row, chat) else _render_chat(row, chat)
 
 
@@ -133,13 +102,13 @@ def _is_written(row: Row, chat: ChatTemplate) -> bool:
     )
 
 
-def _render_written(row: Row, chat: ChatTemplate) -> _Rendered:
+def _render_written(row: Row, chat: ChatTemplate) -> Rendered:
     """A prompt that is in the chat template, as it is, with its answer closed as the template does."""
     answer = row.messages[-1]["content"]
     closing = "" if answer.rstrip().endswith(chat.end_tokens) else "".join(chat.closings[:1])
     start, text = len(row.plain_prompt), f"{row.plain_prompt}{answer}{closing}"
     note = "prompts are in the chat template already, and stay as they are"
-    return _Rendered(text, [(start, len(text.rstrip()))], add_eos=not chat.closings, notes=[note])
+    return Rendered(text, [(start, len(text.rstrip()))], add_eos=not chat.closings, notes=[note])
 
 
 def _kept(text: str, chat: ChatTemplate) -> list[str]:
@@ -150,7 +119,7 @@ def _kept(text: str, chat: ChatTemplate) -> list[str]:
     )
 
 
-def _render_or_reason(row: Row, chat: ChatTemplate) -> _Rendered | UnusableRow:
+def _render_or_reason(row: Row, chat: ChatTemplate) -> Rendered | UnusableRow:
     if not row.weight:
         return UnusableRow("weight 0 in --weight_column")
     try:
@@ -161,7 +130,7 @@ def _render_or_reason(row: Row, chat: ChatTemplate) -> _Rendered | UnusableRow:
     return rendered
 
 
-def _render_chat(row: Row, chat: ChatTemplate) -> _Rendered:
+def _render_chat(row: Row, chat: ChatTemplate) -> Rendered:
     tools = chat.shield(row.tools)
     messages, text = chat.fit(chat.shield(row.messages), tools)
     first = len(row.messages) - len(messages)  # 1 where the system message is folded into the next
@@ -196,7 +165,7 @@ def _render_chat(row: Row, chat: ChatTemplate) -> _Rendered:
         ]
         for turns in (spans.keys() - untrained, excluded)
     )
-    return _Rendered(
+    return Rendered(
         text.replace(CUT, ""),
         trained,
         folded_system=first > 0,
@@ -306,117 +275,3 @@ def _end_of_turn(text: str, end: int, chat: ChatTemplate) -> int:
         if text.startswith(closing, end):
             return end + len(closing)
     return end
-
-
-# ---- tokens and marks -----------------------------------------------------------------------
-
-
-def _tokenize(texts: list[str], tokenizer) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Ids and character ranges (T, 2) of each text, without any token that the text lacks."""
-    for together in _not_too_long(texts):
-        batch = tokenizer(
-            together, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
-            yield ids, _without_gaps(np.array(offsets, dtype=np.int64).reshape(-1, 2))
-
-
-def _not_too_long(texts: list[str]) -> Iterator[list[str]]:
-    """Texts in turn, so many together as are of some length in all; a longer one is alone."""
-    together: list[str] = []
-    for text in texts:
-        if together and sum(map(len, together)) + len(text) > _CHARACTERS_TOGETHER:
-            yield together
-            together = []
-        together.append(text)
-    if together:
-        yield together
-
-
-def _without_gaps(offsets: np.ndarray) -> np.ndarray:
-    """Ranges that begin where the token before ends.
-
-    Some byte-level tokenizers report " word" without its space, and a token of spaces as nothing.
-    """
-    previous_ends = np.maximum.accumulate(np.concatenate([[0], offsets[:-1, 1]]))[: len(offsets)]
-    offsets[:, 0] = np.minimum(offsets[:, 0], previous_ends)
-    return offsets
-
-
-def _encode(
-    rendered: _Rendered,
-    ids: list[int],
-    offsets: np.ndarray,
-    prefix: list[int],
-    chat: ChatTemplate,
-    train_on: str,
-) -> Encoded:
-    if train_on == "completion" or rendered.cuts:
-        ids, offsets = _split(rendered, ids, offsets, chat, at_starts=train_on == "completion")
-    trained = (
-        _overlaps(offsets, rendered.spans)
-        if train_on == "completion"
-        else ~_overlaps(offsets, rendered.excluded)
-    )
-    prefix = _missing_prefix(ids, prefix)
-    suffix = _missing_eos(ids, chat.tokenizer) if rendered.add_eos else []
-    trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
-    trained[:1] = False  # nothing stands before it to predict it from
-    return Encoded(np.array(prefix + ids + suffix, dtype=np.int32), trained, rendered.folded_system)
-
-
-def _overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    trained = np.zeros(len(offsets), dtype=bool)
-    for start, end in spans:
-        trained |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-    return trained
-
-
-def _split(
-    rendered: _Rendered, ids: list[int], offsets: np.ndarray, chat: ChatTemplate, at_starts: bool
-):
-    """Tokens anew, cut in control tokens that a content spells, and where one would hold the end of a
-    prompt and the start of an answer.
-
-    When asked, the model sees the prompt tokenised alone ("assistant\\n"), so it must not be
-    trained on a token across the border ("\\n\\n", if the answer starts with a newline).
-    """
-    starts = [
-        start
-        for start, _ in rendered.spans
-        if ((offsets[:, 0] < start) & (offsets[:, 1] > start)).any()
-    ]
-    cuts = sorted({*rendered.cuts, *(starts if at_starts else [])})
-    if not cuts or chat.adds_space:
-        return ids, offsets
-    borders = [0, *cuts, len(rendered.text)]
-    pieces = [rendered.text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
-    parts = list(_tokenize(pieces, chat.tokenizer))
-    return (
-        [token for part, _ in parts for token in part],
-        np.concatenate([ranges + at for (_, ranges), at in zip(parts, borders, strict=False)]),
-    )
-
-
-def _prefix_ids(tokenizer) -> list[int]:
-    """What the tokenizer itself puts before a text (BOS); empty if it adds nothing.
-
-    Then nothing is added here either: the model has not seen a BOS there.
-    """
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    return full[: full.index(bare[0])] if bare and bare[0] in full else []
-
-
-def _missing_prefix(ids: list[int], prefix: list[int]) -> list[int]:
-    """`prefix`, unless the text begins with it already, as where the template writes BOS."""
-    return [] if ids[: len(prefix)] == prefix else prefix
-
-
-def _missing_eos(ids: list[int], tokenizer) -> list[int]:
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no eos_token, so "
-            "the model can't learn to stop; set eos_token in its tokenizer_config.json"
-        )
-    return [] if ids[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]

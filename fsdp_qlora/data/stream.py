@@ -25,7 +25,8 @@ import numpy as np
 from .collate import Example, PadTo
 from .dataset import cut_and_count
 from .loader import Collation, Step, num_trained_tokens, relative_weights, share_bins, share_out
-from .masking import Encoded, encode_rows
+from .marked_tokens import Encoded
+from .masking import encode_rows
 from .report import DataReport
 from .stream_sampler import Part, ReadRow, StreamBinSampler, StreamSampler, Window
 from .templates import ChatTemplate

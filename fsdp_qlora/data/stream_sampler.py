@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, count, islice, pairwise
 
 from .dataset import groups
-from .masking import Encoded
+from .marked_tokens import Encoded
 from .packing import window_bins
 from .records import Source
 from .sampler import check_same

@@ -17,6 +17,13 @@ import re
 from functools import cached_property
 
 from . import template_bounds
+from .message_forms import (
+    arguments_of,
+    fold_system,
+    in_parts,
+    with_reasoning_as,
+    with_text_arguments,
+)
 from .messages import REASONING
 
 _OVERRUNS = 20  # of a template's bounds, before the run stops
@@ -77,14 +84,14 @@ class ChatTemplate:
         if not messages:
             raise UnusableRow("no messages")
         if self._takes_parts:
-            messages = [_in_parts(turn) for turn in messages]
+            messages = [in_parts(turn) for turn in messages]
         return self._render(messages, tools, add_generation_prompt, template)
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template knows contents as lists of parts alone, as MiniMax M1's."""
         asked = {"role": "user", "content": sentinel(0)}
-        for turn, written in ((asked, False), (_in_parts(asked), True)):
+        for turn, written in ((asked, False), (in_parts(asked), True)):
             try:
                 text = self._render([turn])
             except UnusableRow:
@@ -146,10 +153,10 @@ class ChatTemplate:
         except UnusableRow:
             if not any(turn.get("tool_calls") for turn in messages):
                 raise
-        return self._folded(_with_text_arguments(messages), tools)
+        return self._folded(with_text_arguments(messages), tools)
 
     def _folded(self, messages: list[dict], tools: list | None) -> tuple[list[dict], str]:
-        folded = _fold_system(messages)
+        folded = fold_system(messages)
         try:
             text = self.render(messages, tools)
         except UnusableRow:
@@ -163,7 +170,7 @@ class ChatTemplate:
     def _with_known_reasoning(self, messages: list[dict]) -> list[dict]:
         if not any(key in turn for turn in messages for key in REASONING):
             return messages
-        return [_with_reasoning_as(turn, self._reasoning_key) for turn in messages]
+        return [with_reasoning_as(turn, self._reasoning_key) for turn in messages]
 
     @cached_property
     def _reasoning_key(self) -> str | None:
@@ -346,62 +353,10 @@ def sentinel(turn: int) -> str:
     return f"\ue0f0TURN{turn}\ue0f1"
 
 
-def _in_parts(turn: dict) -> dict:
-    """A turn whose content is a list of one part; of a tool's result with the tool's name."""
-    named = {"name": turn["name"]} if turn["role"] == "tool" and turn.get("name") else {}
-    return {**turn, "content": [{"type": "text", "text": turn.get("content") or "", **named}]}
-
-
-def _fold_system(messages: list[dict]) -> list[dict] | None:
-    """The conversation with its leading system message put before the first user turn's text."""
-    roles = [message["role"] for message in messages[:2]]
-    if roles != ["system", "user"]:
-        return None
-    system, user, *rest = messages
-    return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
-
-
-def _with_reasoning_as(turn: dict, key: str | None) -> dict:
-    """The turn with its reasoning, whatever it is called, under `key`; as it is for None."""
-    given = [name for name in REASONING if turn.get(name)]
-    if key is None or not given or key in given:
-        return turn
-    return {
-        **{name: value for name, value in turn.items() if name != given[0]},
-        key: turn[given[0]],
-    }
-
-
-def _arguments_of(messages: list[dict]) -> list[dict]:
-    """The arguments of all tool calls that are objects."""
-    calls = [
-        call.get("function", call) for turn in messages for call in turn.get("tool_calls") or []
-    ]
-    return [call["arguments"] for call in calls if isinstance(call.get("arguments"), dict)]
-
-
 def _writes_python(messages: list[dict], text: str) -> bool:
     """Whether `text` has the arguments of a tool call as Python writes a dict, and not as JSON."""
     return any(
         str(arguments).replace(ESCAPED_CUT, "") in text
         and json.dumps(arguments, ensure_ascii=False) not in text
-        for arguments in _arguments_of(messages)
+        for arguments in arguments_of(messages)
     )
-
-
-def _with_text_arguments(messages: list[dict]) -> list[dict]:
-    """The messages with the arguments of tool calls as JSON text, as OpenAI's API gives them."""
-
-    def call_as_text(call: dict) -> dict:
-        if "function" in call:
-            return {**call, "function": call_as_text(call["function"])}
-        if "arguments" not in call:
-            return call
-        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-
-    return [
-        {**turn, "tool_calls": [call_as_text(call) for call in turn["tool_calls"]]}
-        if turn.get("tool_calls")
-        else turn
-        for turn in messages
-    ]
