@@ -370,13 +370,13 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(
 ):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"])
     options = dict(context_length=64, cache_dir=tmp_path / "cache")
-    save_file = tokenized_module.save_file
+    write_tensors = tokenized_module.write_tensors
 
     def saved_wrongly(tensors, path, metadata):
-        save_file(tensors, path, metadata)
+        write_tensors(tensors, path, metadata)
         path.write_bytes(damaged(path.read_bytes(), "one id"))
 
-    monkeypatch.setattr(tokenized_module, "save_file", saved_wrongly)
+    monkeypatch.setattr(tokenized_module, "write_tensors", saved_wrongly)
     for is_writer in (True, False):
         with pytest.raises(
             ValueError, match="--data_cache .*right after it was written; check the "

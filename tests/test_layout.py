@@ -25,6 +25,7 @@ ORDER = [
     "estimate",
     "planner",
     "report",
+    "tensor_files",
     "dist",
     "own_forward",
     "quantization",
@@ -54,7 +55,7 @@ ORDER = [
     "__main__",
     "integrations",
 ]
-PURE = set(ORDER[: ORDER.index("dist")])
+PURE = set(ORDER[: ORDER.index("tensor_files")])
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -153,6 +154,12 @@ def test_one_file_owns_fsdp():
         if any(i.startswith("torch.distributed.fsdp") for i in imports(path))
     }
     assert owners == {"fsdp.py"}
+
+
+def test_one_file_writes_safetensors():
+    """Any other would write files that their owner alone can read."""
+    writers = {p.name for _, p in modules() if re.search(r"\bsave_file\b", p.read_text())}
+    assert writers == {"tensor_files.py"}
 
 
 COLLECTIVES = set(

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
@@ -26,6 +25,7 @@ from ..atomic_files import sync
 from ..dist import is_first_copy, local_rows
 from ..lora_init import taken_out
 from ..memory.pinned_memory import host_tensors
+from ..tensor_files import write_tensors
 
 
 @dataclass
@@ -157,7 +157,7 @@ def write_rows(path: Path, rows: dict[str, TensorRows], random_state: RandomStat
     if random_state is not None:
         tensors |= {f"random|{kind}": state for kind, state in random_state.tensors.items()}
         metadata["python_random"] = json.dumps(random_state.python)
-    save_file(tensors, path, metadata)
+    write_tensors(tensors, path, metadata)
     read_back(path, tensors)
 
 

@@ -18,7 +18,6 @@ from itertools import count
 from json import dumps, loads
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..adapters.modules_to_save import with_tied_copy
@@ -28,6 +27,7 @@ from ..config import RunConfig
 from ..dist import from_main, open_rank_store, print_main, ranks_from_env
 from ..export import save_peft_config
 from ..lora_init import for_original_base, saved_config
+from ..tensor_files import write_tensors
 from .folder import RUN, prune, scratch_folder, seal, step_folder
 from .separate_disks import Disks, list_files
 from .state import ADAPTER, Boundary, RunState
@@ -243,7 +243,7 @@ class CheckpointWriter:
             self.state.model, {key: _saved_tensor(files, name) for name, key in self.keys.items()}
         )
         (scratch / ADAPTER).parent.mkdir()
-        save_file(tensors, scratch / ADAPTER, {"format": "pt"})
+        write_tensors(tensors, scratch / ADAPTER, {"format": "pt"})
         read_back(scratch / ADAPTER, tensors)
         save_peft_config(saved_config(self.state.model), scratch / ADAPTER.parent)
         for part in parts:

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
+from ..tensor_files import write_tensors
 from .cache import DamagedFile
 from .collate import IGNORE, Example
 from .report import DataReport
@@ -87,7 +88,7 @@ class TokenizedDataset:
 
     def save(self, path: str | Path, key: str = "") -> None:
         tensors, metadata = self._as_file(key)
-        save_file(tensors, path, metadata=metadata)
+        write_tensors(tensors, path, metadata)
 
     def to_bytes(self, key: str = "") -> bytes:
         """What `save` writes."""

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..atomic_files import complete_folder
 from ..config.options import TRAIN_TYPES
 from ..loading import first_line, meta_model, read_config
 from ..model.wrappers import wrapper_of
+from ..tensor_files import write_tensors
 from ..writable import check_folder
 from .adapter_folder import WEIGHTS_FILE
 from .save import RUN_FILE, save_peft_config
@@ -71,7 +71,7 @@ def convert_adapter(
     _check_modules(modules, state, model, weights)
     config = peft_config(state, modules, model, model_name, lora_alpha)
     with complete_folder(output_dir) as new:
-        save_file(
+        write_tensors(
             {f"base_model.model.{name}": tensor for name, tensor in state.items()},
             new / WEIGHTS_FILE,
             {"format": "pt"},

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from ..json_input import read_object
 from ..loading import Checkpoint, first_line
 from .generation_config import stop_at_trained_ends
+from .tokenizer_files import use_older_names
 
 # By name only: no weights, no code, nothing else that happens to lie in the folder.
 TOKENIZER_FILES = (
@@ -57,6 +58,7 @@ def write_other_files(folder: Path, base: Path, adapter: str | Path | None, sett
     for file in tokenizer_files:
         copy(file, folder)
     if "tokenizer_config.json" in names:
+        use_older_names(folder)  # of an adapter from elsewhere
         _stop_at_ends_of(folder)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -31,9 +30,11 @@ from ..quantization.formats import dequantize_rows
 from ..quantization.quantize import QuantLinear
 from ..redact import redact_all
 from ..sharding import free_gathered
+from ..tensor_files import write_tensors
 from .card import write_card
 from .generation_config import stop_at_trained_ends, write_generation_settings
 from .merged_files import copy_processor
+from .tokenizer_files import save_tokenizer
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
@@ -63,7 +64,7 @@ def save_trained(
 
     def write_rest(new: Path):
         if tokenizer is not None:
-            tokenizer.save_pretrained(new)
+            save_tokenizer(tokenizer, new)
             if not hasattr(model, "peft_config"):
                 stop_at_trained_ends(new, tokenizer)
         if settings is None:
@@ -127,7 +128,7 @@ def save_adapter(
             with complete_folder(folder) as new:
                 whole = {n: for_original_base(n, t, taken.get(n)) for n, t in state.items()}
                 tensors = with_tied_copy(model, peft_names(model, whole))
-                save_file(
+                write_tensors(
                     {k: v.contiguous() for k, v in tensors.items()},
                     new / "adapter_model.safetensors",
                     {"format": "pt"},
@@ -239,7 +240,7 @@ class ShardWriter:
 
     def flush(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_file(
+        write_tensors(
             self.pending, self.folder / f"part-{len(self.parts)}.safetensors", {"format": "pt"}
         )
         self.parts.append((list(self.pending), self.size))
