@@ -33,7 +33,7 @@ PHASES = {
     "step": "fsdp_qlora.training.loop.train_step",
     "eval": "fsdp_qlora.observe.evaluate.on_device",
     "stage": "fsdp_qlora.checkpoint.writer.weight_rows",
-    "write": "fsdp_qlora.checkpoint.tensors.save_file",
+    "write": "fsdp_qlora.checkpoint.tensors.write_tensors",
     "verify": "fsdp_qlora.checkpoint.tensors.read_back",
     "manifest": "fsdp_qlora.checkpoint.folder.write_text",
     "rename": "fsdp_qlora.checkpoint.folder.Path.rename",
