@@ -203,6 +203,16 @@ class RowFiles:
         """Rows of the whole tensor; 0 if it has none."""
         return self.parts[name][0][2]
 
+    def lacks_rows(self) -> str | None:
+        """A tensor of which some rows are in no file, if there is one."""
+        for name, parts in self.parts.items():
+            place = 0
+            for first, count, *_ in sorted(parts, key=lambda part: part[0]):
+                place = max(place, first + count) if first <= place else place
+            if place < self.total(name):
+                return name
+        return None
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start to stop of a tensor. Raises ValueError if some are in no file."""
         if not (total := self.total(name)):

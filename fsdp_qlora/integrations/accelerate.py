@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..export import save_trained
 from ..sharding import is_placed
-from .states import load_optimizer, load_trained, save_optimizer
+from .states import check_saved, load_optimizer, load_trained, save_optimizer
 
 _MODEL, _OPTIMIZER, _RATES = "model", "optimizer", "rates.json"
 
@@ -71,9 +71,11 @@ def _load_state(load: Callable, self: Accelerator, input_dir: str | None = None,
     if taken is None:
         return
     model, optimizer = taken
+    states = Path(input_dir) / _OPTIMIZER
+    if optimizer is not None:
+        check_saved(f"accelerator.load_state: {input_dir}", Path(input_dir) / _MODEL, states)
     load_trained(Path(input_dir) / _MODEL, model, self.device)
     if optimizer is not None:
-        states = Path(input_dir) / _OPTIMIZER
         load_optimizer(states, model, optimizer)
         rates = json.loads((states / _RATES).read_text())
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..checkpoint.tensors import (
@@ -37,9 +38,37 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
             path.unlink()
 
 
+def check_saved(given: str, trained: Path, states: Path):
+    """Refuse weights and states of which a file is missing or cut, as a save that was ended leaves them.
+
+    given: what the user named, for the message. Every rank looks at all files, before anything is loaded, so
+    that all say the same. Raises ValueError.
+    """
+    weights, rows = sorted(trained.glob("*.safetensors")), sorted(states.glob("rank-*.safetensors"))
+    for path in (*weights, *rows):
+        try:
+            safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise _damaged(given, f"{path} is not a whole file: {error}") from error
+    for what, files in (
+        (trained / "*.safetensors", weights),
+        (states / "rank-*.safetensors", rows),
+    ):
+        if not files:
+            raise _damaged(given, f"{what} is missing")
+    if name := RowFiles(rows).lacks_rows():
+        raise _damaged(given, f"{states} lacks the file of a rank, which has rows of {name}")
+
+
+def _damaged(given: str, what: str) -> ValueError:
+    return ValueError(
+        f"{given}: {what}; its save was cut off or a file was lost, so give a folder that is whole"
+    )
+
+
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer):
-    """Fill the states with this rank's rows of what any number of ranks wrote in the folder or below."""
-    files = RowFiles(sorted(folder.rglob("rank-*.safetensors")))
+    """Fill the states with this rank's rows of what any number of ranks wrote in the folder."""
+    files = RowFiles(sorted(folder.glob("rank-*.safetensors")))
     load_optimizer_into(model, optimizer, files)
 
 

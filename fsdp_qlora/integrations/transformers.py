@@ -45,7 +45,7 @@ from .arguments import (
 )
 from .peft import register_with_peft
 from .reference_pass import compute_as_trained
-from .states import load_optimizer, load_trained, save_optimizer
+from .states import check_saved, load_optimizer, load_trained, save_optimizer
 from .streamed import shard_and_load, streamed_model
 
 _SCHEDULER_FILE = "scheduler.json"
@@ -250,7 +250,7 @@ class ShardedTrainerMixin:
                 "save_only_model=True or by another trainer; give a checkpoint that this trainer saved "
                 "whole, or train from the weights in it without resume_from_checkpoint"
             )
-        load_optimizer(folder, self.model, optimizer)
+        load_optimizer(_states_in(folder), self.model, optimizer)
         self.lr_scheduler.load_state_dict(json.loads((folder / _SCHEDULER_FILE).read_text()))
         for group, rate in zip(
             optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
@@ -261,6 +261,10 @@ class ShardedTrainerMixin:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None):
+        folder = Path(resume_from_checkpoint)
+        if (folder / _SCHEDULER_FILE).is_file():
+            given = f"resume_from_checkpoint={resume_from_checkpoint!r}"
+            check_saved(given, folder, _states_in(folder))
         load_trained(resume_from_checkpoint, self.model, self.args.device)
 
     def _load_best_model(self):
@@ -283,6 +287,12 @@ class ShardedTrainer(ShardedTrainerMixin, Trainer):
             register_with_peft()
             model = get_peft_model(model, peft_config)
         super().__init__(model, *args, **kwargs)
+
+
+def _states_in(checkpoint: Path) -> Path:
+    """Where the optimizer's rows are; once they lay beside an adapter."""
+    states = checkpoint / _STATES
+    return states if states.is_dir() else checkpoint
 
 
 def _check_recomputes(policies: list[str]):

@@ -683,7 +683,7 @@ def best_saves_that_fail(folder: str, out: str, cases: list[list[int]]) -> list[
     import fsdp_qlora.export.save as export
     from fsdp_qlora.training import loop
 
-    save_file, print_main, said = export.save_file, loop.print_main, []
+    write_tensors, print_main, said = export.write_tensors, loop.print_main, []
     for number, failing in enumerate(cases):
         calls, lines = [], []
 
@@ -691,9 +691,9 @@ def best_saves_that_fail(folder: str, out: str, cases: list[list[int]]) -> list[
             calls.append(1)
             if len(calls) in failing:
                 raise SafetensorError("No space left on device (os error 28)")
-            return save_file(*args)
+            return write_tensors(*args)
 
-        export.save_file, loop.print_main = full, lines.append
+        export.write_tensors, loop.print_main = full, lines.append
         try:
             run_once(
                 settings(
@@ -707,7 +707,7 @@ def best_saves_that_fail(folder: str, out: str, cases: list[list[int]]) -> list[
                 held_out=3,
             )
         finally:
-            export.save_file, loop.print_main = save_file, print_main
+            export.write_tensors, loop.print_main = write_tensors, print_main
         said.append("; ".join(line for line in lines if line.startswith("warning")))
     return said
 

@@ -547,7 +547,7 @@ def save_twice(folder: str, out: str, train_type: str) -> list[str]:
         torch.device("cpu"),
     )
     export.save_trained(model, out)
-    before, save_file = listed(out), export.save_file
+    before, write_tensors = listed(out), export.write_tensors
     export.SHARD_BYTES = 100_000  # so that writing begins while ranks still gather
 
     def full_disk(tensors, path, *_):
@@ -557,14 +557,14 @@ def save_twice(folder: str, out: str, train_type: str) -> list[str]:
     said = []
     for failing in (full_disk, interrupted):
         if ranks_from_env().is_main:
-            export.save_file = failing
+            export.write_tensors = failing
         if failing is interrupted and ranks_from_env().world_size > 1:
             continue
         try:
             export.save_trained(model, out)
         except (OSError, KeyboardInterrupt) as error:
             said.append(str(error))
-    after, export.save_file = listed(out), save_file  # rank 0 is the one that tidies up
+    after, export.write_tensors = listed(out), write_tensors  # rank 0 is the one that tidies up
     if ranks_from_env().is_main:
         assert before == after, (before, after)
     result = train_step(model, build_optimizer(model), [padded_batch(tiny_rows(1, 2)[0])])

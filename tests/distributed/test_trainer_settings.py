@@ -168,6 +168,50 @@ def test_checkpoints_of_whole_models_resume_and_weights_alone_say_that_they_cant
     assert torch.isfinite(saved(torch.arange(3, 9)[None]).logits).all()
 
 
+def resumed_from_damage(folder: str, output: str) -> dict[str, str]:
+    """What a resumed run says of a checkpoint without a file, and of one with half of it."""
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from fsdp_qlora.integrations import trl
+
+    saves = dict(save_strategy="steps", save_steps=2) | SMALL_RATE
+    trainer(trl, "SFT", folder, folder, output, saves).train()
+    dist.barrier()
+    checkpoint, said = Path(output, "checkpoint-4"), {}
+    for name in ("adapter_model.safetensors", "optimizer/rank-00001.safetensors"):
+        for kept in (0, 100):
+            path = checkpoint / name
+            whole = path.read_bytes()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                path.write_bytes(whole[:kept]) if kept else path.unlink()
+            dist.barrier()
+            made = trainer(trl, "SFT", folder, folder, output, saves | dict(max_steps=5))
+            said[f"{name} {kept}"] = message_of(made.train, resume_from_checkpoint=True)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                path.write_bytes(whole)
+            dist.barrier()
+    made = trainer(trl, "SFT", folder, folder, output, saves | dict(max_steps=5))
+    said["whole"] = message_of(made.train, resume_from_checkpoint=True)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_without_a_file_is_refused_by_its_name_on_every_rank(folder, tmp_path):
+    first, second = run_ranks(resumed_from_damage, 2, folder, str(tmp_path))
+    assert first == second and first.pop("whole") == ""
+    for text in first.values():
+        assert text.startswith(f"resume_from_checkpoint='{tmp_path}/checkpoint-4': ")
+        assert "give a folder that is whole" in text and "\n" not in text
+    lost, cut, no_rank, cut_rank = first.values()
+    assert "*.safetensors is missing" in lost and "lacks the file of a rank" in no_rank
+    assert "adapter_model.safetensors is not a whole file" in cut
+    assert "rank-00001.safetensors is not a whole file" in cut_rank
+
+
 # ---- adapters that have values already ------------------------------------------------------------
 
 
