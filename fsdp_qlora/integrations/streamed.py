@@ -6,28 +6,33 @@ for no weight exists before each rank streams its own rows into its shards.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..adapters import keep_fp8_weights
-from ..choices import FormatName, StrategyName
+from ..choices import FormatName, StrategyName, strategy_named
 from ..dist import local_rows, rank_device
 from ..loading import load_weights, materialize, meta_model, read_config
 from ..loading.key_mapping import match_names
 from ..loading.model_folder import checkpoint_folder
 from ..loading.prequantized import layers_to_quantize, open_weights, quantization_of
 from ..loading.stream import check_complete, checkpoint_key, load_buffers
+from ..loading.tokenizer import with_new_rows
 from ..loading.weight_files import Checkpoint
 from ..lora_init import init_adapters
 from ..model.blocks import base_model
 from ..model.padding_free import apply_padding_free
 from ..model.wrappers import wrapper_of
+from ..quantization.formats import STORAGE_DTYPE
 from ..quantization.quantize import QuantLinear, quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
 from .accelerate import register_with_accelerate
@@ -62,6 +67,7 @@ def streamed_model(
         )
     model.config._name_or_path = model_name
     model.weight_files = _matching_files(model, model_name)
+    model.resize_token_embeddings = partial(_resized, model)
     if quant != "none":
         _quantize(model, model.weight_files, quant)
     return model
@@ -92,6 +98,20 @@ def load_quantized(
     if quant != "none" and not any(_is_decided(m) for m in model.modules()):
         _quantize(model, files, quant)
     return _fill(model, files, device or rank_device("auto"), on_host or OnHost(), seed)
+
+
+def _resized(
+    model: PreTrainedModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Embedding:
+    """transformers' call for weights that are read later: new rows are the mean of the others."""
+    resize = type(model).resize_token_embeddings
+    embedding = resize(model, new_num_tokens, pad_to_multiple_of, mean_resizing=False)
+    with_new_rows(model, model.weight_files)
+    check_complete(model, model.weight_files, but=_head_tensors(model))
+    return embedding
 
 
 def _is_decided(module: nn.Module) -> bool:
@@ -130,6 +150,8 @@ def shard_and_load(
     rows that come with an attention_mask without their padding, where that is exact. `settings` are
     `apply_sharding`'s. A model that exists is moved to `device` under ddp.
     """
+    _check_packed(model)
+    _check_trained_rows(model, sharding_strategy)
     files, on_host = _files_of(model), on_host or OnHost()
     if padding_free:
         apply_padding_free(model, device)
@@ -143,6 +165,31 @@ def shard_and_load(
         _fill(model, files, device, on_host, seed)
     keep_fp8_weights(model, forms=False)
     return model
+
+
+def _check_packed(model: nn.Module):
+    """Refuse quantized layers whose bytes another program has converted, as if they were numbers."""
+    for name, m in model.named_modules():
+        if isinstance(m, QuantLinear) and m.weight.dtype != STORAGE_DTYPE:
+            raise ValueError(
+                f"{name}: packed {m.quant_type} values were converted to {m.weight.dtype}, as "
+                "prepare_model_for_kbit_training, model.float() and model.to(dtype) do; leave these out: "
+                "adapters are trained in fp32 and weights stay as they are stored"
+            )
+
+
+def _check_trained_rows(model: nn.Module, sharding_strategy: str):
+    """Refuse PEFT's training of some tokens' rows, which picks them out of an embedding that is whole."""
+    streamed = any(p.is_meta for p in model.parameters())
+    shards = strategy_named(sharding_strategy).shards and dist.get_world_size() > 1
+    trains_rows = any(isinstance(m, TrainableTokensLayer) for m in model.modules())
+    if trains_rows and (streamed or shards):
+        raise ValueError(
+            "trainable_token_indices: PEFT copies these tokens' rows out of an embedding that is whole and "
+            "has weights, and TRL sets them for tokens that chat_template_path adds; leave them out, give "
+            'the trainer a model of from_pretrained and sharding_strategy="ddp", or train all weights '
+            "without peft_config"
+        )
 
 
 def _refuse_save_pretrained(model: nn.Module):
@@ -163,6 +210,7 @@ def _fill(
     model: nn.Module, files: Checkpoint, device: torch.device, on_host: OnHost, seed: int
 ) -> nn.Module:
     """Give every parameter its memory and this rank's rows; adapters that have values keep them."""
+    check_complete(model, files, but=_head_tensors(model))  # it may have been changed since
     parameters = dict(model.named_parameters())
     given = {n: local_rows(p.detach())[0].clone() for n, p in parameters.items() if not p.is_meta}
     materialize(model, device, parameter_device(model, device, on_host))

@@ -82,9 +82,14 @@ class FileSpan(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, start: int, stop: int) -> FileSpan:
-        """Rows (start, stop); a scalar stays whole."""
+        """Rows (start, stop); a scalar stays whole. Raises ValueError for rows behind the last."""
         if not self.shape:
             return self
+        if stop > self.shape[0]:  # the next tensor's bytes are there
+            raise ValueError(
+                f"{self.path}: a weight has {self.shape[0]} rows there and {stop} or more in the model, "
+                "which has been resized since, or is another; make it anew with the size of its files"
+            )
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         return self._replace(
             offset=self.offset + start * row_bytes, shape=(stop - start, *self.shape[1:])
