@@ -36,3 +36,21 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def _sharded(self, model: nn.Module, mesh) -> nn.Module:
         return shard_and_load(model, self.root_device, **self._given)
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._check_split("fabric.save")
+        super().save_checkpoint(*args, **kwargs)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._check_split("fabric.load")
+        return super().load_checkpoint(*args, **kwargs)
+
+    def _check_split(self, call: str):
+        """Lightning would say that no model was set up."""
+        if self._given["sharding_strategy"] == "ddp" or self.num_processes * self.num_nodes == 1:
+            raise ValueError(
+                f"{call}: it holds models in shards, and under ddp or on one rank this one is whole; call "
+                "save_trained(model.module, folder) on every rank, or give another sharding_strategy"
+            )
