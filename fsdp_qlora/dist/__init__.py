@@ -20,7 +20,6 @@ from .collectives import (
     reduce_scatter_rows,
     sum_over_ranks,
 )
-from .store_connection import common_store
 from .groups import (
     broadcast_by_main,
     broadcast_error,
@@ -35,8 +34,18 @@ from .groups import (
     shard_mesh,
     simulated_world,
 )
-from .ranks import Ranks, check_ranks, free_port, launched, print_main, rank_device, ranks_from_env, run_on_node
+from .ranks import (
+    Ranks,
+    check_ranks,
+    free_port,
+    launched,
+    print_main,
+    rank_device,
+    ranks_from_env,
+    run_on_node,
+)
 from .sharded_tensors import full_tensor, is_first_copy, local_rows, split_as
+from .store_connection import common_store
 
 __all__ = [
     "Ranks",

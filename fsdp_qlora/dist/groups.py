@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import rank_store
-from .store_connection import RENDEZVOUS_TIMEOUT, common_store
 from .rank_store import ErrorKey, RankStore
 from .ranks import Ranks, check_ranks, is_kept_by_launcher, ranks_from_env
+from .store_connection import RENDEZVOUS_TIMEOUT, common_store
 
 
 class _Holder(Protocol):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..redact import redact
 
+
 @dataclass(frozen=True)
 class Ranks:
     """Who this process is among the ranks that torchrun started; a world of one without torchrun."""
@@ -56,8 +57,10 @@ def _number(name: str, default: int) -> int:
     """A variable of the environment as a number; one that is set to nothing is not set."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
-        raise ValueError(f"{name}={text}: the environment variable is no number; start the "
-            "ranks with torchrun, or unset RANK for a run of its own")
+        raise ValueError(
+            f"{name}={text}: the environment variable is no number; start the "
+            "ranks with torchrun, or unset RANK for a run of its own"
+        )
     return int(text)
 
 
