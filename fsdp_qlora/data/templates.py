@@ -93,20 +93,15 @@ class ChatTemplate:
         asked = {"role": "user", "content": sentinel(0)}
         for turn, written in ((asked, False), (in_parts(asked), True)):
             try:
-                text = self._render([turn])
+                text = self._render([turn], None, False, None)
             except UnusableRow:
                 text = ""
             if (sentinel(0) in text) != written:
                 return False
         return "'type'" not in text  # else it writes any value as Python does
 
-    def _render(
-        self,
-        messages: list[dict],
-        tools: list | None = None,
-        add_generation_prompt: bool = False,
-        template: str | None = None,
-    ) -> str:
+    def _render(self, messages: list[dict], tools, add_generation_prompt, template) -> str:
+        """`render` of messages in the form that the template takes."""
         source = self.tokenizer.get_chat_template(template or self.template, tools)
         try:
             text = template_bounds.render(

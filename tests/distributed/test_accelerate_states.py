@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.test_own_loops import message_of
+from tests.own_loops import losses_of_steps
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
@@ -42,17 +43,8 @@ def prepared(folder: str, strategy: str, quant: str, output: str):
 
 
 def steps(accelerator, model, optimizer, scheduler, numbers) -> list[float]:
-    losses = []
-    for number in numbers:
-        generator = torch.Generator().manual_seed(100 * number + accelerator.process_index)
-        tokens = torch.randint(0, 300, (2, 16), generator=generator)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    rank = accelerator.process_index
+    return losses_of_steps(model, optimizer, numbers, rank, accelerator.backward, scheduler)
 
 
 def saved_and_resumed(folder: str, output: str) -> list:

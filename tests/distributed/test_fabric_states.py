@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.test_own_loops import message_of
+from tests.own_loops import losses_of_steps
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
@@ -28,16 +29,7 @@ def saved_and_loaded(folder: str, output: str) -> dict:
         return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(weights, lr=1e-2))
 
     def steps(fabric, model, optimizer, numbers) -> list[float]:
-        losses = []
-        for number in numbers:
-            generator = torch.Generator().manual_seed(100 * number + fabric.global_rank)
-            tokens = torch.randint(0, 300, (2, 16), generator=generator)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return losses_of_steps(model, optimizer, numbers, fabric.global_rank, fabric.backward)
 
     fabric, model, optimizer = made = set_up("full_shard")
     steps(*made, range(2))
