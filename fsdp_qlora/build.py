@@ -44,6 +44,7 @@ from .model.autocast import apply_autocast
 from .model.block_kinds import num_block_kinds
 from .model.blocks import base_model, block_list, decoder_blocks, final_norm
 from .model.delta_nets import apply_delta_rule
+from .model.input_gradients import asking_for_gradient
 from .model.packing_probe import keep_rows_apart
 from .model.row_mixers import leave_uncompiled
 from .model.sequence_parallel import apply_sequence_parallel
@@ -221,6 +222,4 @@ def _as_later_blocks(forward, hidden: Tensor, *args, **kwargs):
     A frozen embedding's output does not, for which torch would compile the block once more, to save the
     products of that gradient: three of a model's some hundreds.
     """
-    if torch.is_grad_enabled() and not hidden.requires_grad:
-        hidden = hidden.detach().requires_grad_()
-    return forward(hidden, *args, **kwargs)
+    return forward(asking_for_gradient(hidden), *args, **kwargs)

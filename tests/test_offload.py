@@ -11,7 +11,9 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.memory import activation_offload
 from fsdp_qlora.memory.activation_offload import _HostStore, apply_activation_offload
 from fsdp_qlora.memory.pinned_memory import fault_in, host_bytes, host_tensors
@@ -100,16 +102,37 @@ def noted(events, graph, inputs):
     return make_boxed_func(lambda *args: events.append("runs") or graph(*args))
 
 
-@pytest.mark.parametrize("policy", ["recompute_all", "keep_linears"])
-def test_after_the_forward_only_the_last_blocks_input_is_on_the_device(folder, policy):
-    def alive(model):
-        seen = block_inputs(model)
+@pytest.mark.parametrize(
+    "policy, reentrant, compiled",
+    [(*case, False) for case in POLICIES] + [("recompute_all", False, True)],
+)
+def test_after_the_forward_only_the_last_blocks_input_is_on_the_device(
+    folder, policy, reentrant, compiled
+):
+    def alive(offload: bool):
+        model = tiny_model(folder, "qlora", policy, reentrant)
+        if compiled:
+            torch._dynamo.reset()
+            compile_blocks(model)
+        if offload:
+            apply_activation_offload(model, [policy] * LAYERS)
+        seen = input_memory(model)
         loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
         assert loss.requires_grad
-        return [ref() is not None for ref in seen]
+        return [not memory.expired() for memory in seen]
 
-    assert alive(offloading_model(folder, policy)) == [False, False, False, True]
-    assert all(alive(tiny_model(folder, "qlora", policy)))
+    assert alive(True) == [False, False, False, True]
+    assert all(alive(False))
+
+
+def input_memory(model) -> list[StorageWeakRef]:
+    """The memory of what goes into each block, whichever tensor it is that stays."""
+    seen = []
+    for block in decoder_blocks(model):
+        block.register_forward_pre_hook(
+            lambda _, args: seen.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+    return seen
 
 
 def test_host_memory_is_one_slot_per_moved_input_and_is_used_again(folder, monkeypatch):

@@ -37,6 +37,7 @@ from ..choices import POLICIES, PolicyName
 from ..dist import print_main
 from ..model import attention_kernels  # noqa: F401  registers two more
 from ..model.blocks import base_model, decoder_blocks
+from ..model.input_gradients import asking_for_gradient
 
 # It warns of in-place ops where a policy keeps some outputs; none of those named here is written to.
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -87,10 +88,6 @@ def apply_activation_policy(
         if POLICIES[name].recomputes:
             block.forward = partial(recomputed, block.forward, name, reentrant, _draws_seeds(block))
             base_model(model).config.use_cache = False  # a second forward would fill it twice
-    # Reentrant checkpointing gives no gradient unless an input needs one, and the embedding that
-    # makes the first block's input is frozen.
-    if reentrant:
-        base_model(model).enable_input_require_grads()
     return model
 
 
@@ -124,7 +121,9 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
     if draws and torch.compiler.is_compiling():
         ops = ops | _SEED_OPS
     if reentrant or not ops:
-        return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
+        # Reentrant checkpointing gives no gradient unless an input needs one.
+        given = asking_for_gradient(hidden) if reentrant else hidden
+        return checkpoint(partial(forward, **kwargs), given, *args, use_reentrant=reentrant)
     contexts = partial(_contexts, ops)
     return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
