@@ -203,6 +203,14 @@ def flags(settings: dict) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", shown(value))]
 
 
+def given(settings: list[str]) -> dict:
+    """The flags of a command line, `--name value` each."""
+    return {
+        name.removeprefix("--"): value
+        for name, value in zip(settings[::2], settings[1::2], strict=True)
+    }
+
+
 def without(settings: list[str], name: str) -> list[str]:
     """A command line without one flag and its value."""
     if f"--{name}" not in settings:
@@ -273,7 +281,7 @@ def run_one(name: str, run: Run, steps: int, folder: Path, bench: Bench, options
         run.mode,
         options.model.name,
         gpu_name(),
-        run.settings,
+        run.settings if is_peer else run.settings | given(options.settings),
         versions(),
         commit(),
         date.today().isoformat(),

@@ -23,7 +23,7 @@ from fsdp_qlora.memory.activation_offload import (
     apply_activation_offload,
     offloaded,
 )
-from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
+from fsdp_qlora.memory.checkpointing_policy import _packing_contexts, apply_activation_policy
 from fsdp_qlora.memory.pinned_memory import host_bytes
 from fsdp_qlora.model.attention_kernels import apply_attention_tiles
 from fsdp_qlora.model.blocks import base_model, decoder_blocks
@@ -288,6 +288,36 @@ def test_an_input_that_is_saved_twice_comes_back_once_and_again_for_a_second_bac
         assert len(fetches) == times
         expected = times * hidden.sum((0, 1))
         torch.testing.assert_close([first.grad, second.grad], [expected, expected])
+
+
+KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default: (),
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: (None, True),
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: (None, True),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_a_gpus_kernels_give_numbers_and_none_beside_tensors(kernel):
+    """What is packed of an eager block is what the hooks gave; all else comes back as it was."""
+    packed: list = []
+
+    def unpack(number):
+        return packed[number]
+
+    def pack(tensor):
+        packed.append(tensor)
+        return len(packed) - 1  # like the numbers that kernels give
+
+    given = [torch.empty(1, 2, 8, 64, device="meta", dtype=torch.bfloat16) for _ in range(3)]
+    forward, again = _packing_contexts({kernel}, pack, unpack)
+    with forward:
+        out = kernel(*given, *KERNELS[kernel])
+    with again:
+        same = kernel(*given, *KERNELS[kernel])
+    assert packed
+    for a, b in zip(same, out, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype) if isinstance(b, torch.Tensor) else a == b
 
 
 def test_a_second_backward_through_kept_outputs_is_refused(folder):

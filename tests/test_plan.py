@@ -180,8 +180,11 @@ def test_sharded_micro_batches_are_replayed_where_the_card_holds_their_graphs():
         and resolved(80, context_length=2048).loop.cuda_graphs
     )
     mixture = model_shape("qwen3-30b-a3b")
-    assert not resolved(80, mixture).loop.cuda_graphs
-    assert resolved(80, mixture, sharding_strategy="ddp").loop.cuda_graphs
+    for strategy in ("full_shard", "ddp"):
+        assert resolved(79, mixture, sharding_strategy=strategy).loop.cuda_graphs
+    full = RunConfig(train_type="full", context_length=512)  # which gains nothing
+    card = machine_from_options(MachineOptions(gpu="h100", gpus=2))
+    assert not resolve(full, shape, card).loop.cuda_graphs
 
 
 def test_long_rows_take_attention_in_tiles_that_keep_a_gpu_busy():

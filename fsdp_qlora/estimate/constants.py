@@ -47,8 +47,11 @@ FP8_UNPACK_SHARE = 0.529  # or written as fp8
 # What a gather costs although it is hidden: mostly that products beside a collective lack the
 # multiprocessors which it holds, also while it waits for another rank; less, that gathered bytes are
 # copied out of a flat buffer (a profile in docs/LOG.md). Set on rows of four H100s; on H200s blocks of
-# 0.14 GB cost this, and blocks of 0.52 GB a third of it: not in proportion to the bytes.
-GATHER_SHARE = 0.121  # of a copy's rate, for the bytes of a gathered unit, read and written
+# 0.14 GB cost this, and blocks of 0.52 GB a third of it: not in proportion to the bytes. Ranks whose graphs
+# are replayed wait less for each other: set between 7B (0.20 would be right), 30B-A3B (0.20) and padded
+# rows of 8B (0.12) on two H200s.
+GATHER_SHARE = 0.121  # of a copy's rate, for the bytes of a gathered unit, read and written,
+REPLAYED_GATHER_SHARE = 0.17  # and of one that is replayed
 COLLECTIVE_LATENCY = 30e-6  # seconds
 # A ring over several machines takes longer by its hops: NCCL's own figures for its Simple protocol
 # (hwLat in src/graph/tuning.cc, NCCL 2.18). Not measured here.
@@ -106,12 +109,13 @@ EAGER_LAUNCH = 0.00263
 ADAPTER_LAUNCH = 7.14e-05  # more for each adapted layer,
 UNPACK_LAUNCH = 0.000325  # where weights are in few bits,
 FP8_LAUNCH = 0.000345  # and in fp8
-# And in a mixture: set on 30B-A3B with adapters on experts, launched. In bf16 on two GPUs, as one GPU waits
-# for no host there; in fp8 on one, where each grouped product quantizes its rows and weights apart.
-EXPERTS_LAUNCH, EXPERTS_FP8_LAUNCH = 0.0001, 0.0017
+# And in a mixture in fp8, where each grouped product quantizes its rows and weights apart: set on 30B-A3B
+# with adapters on experts, launched on one GPU. In bf16 two rows of two GPUs, on hosts that differ by a
+# fifth, know nothing beyond the adapters.
+EXPERTS_FP8_LAUNCH = 0.0018
 RECOMPUTE_LAUNCH = 2.83  # of that third, to run a block again, hooks of checkpointing included;
 RERUN_LAUNCH = 0.3  # or only what keep_linears leaves out
-SHARDED_LAUNCH = 0.00517  # FSDP's hooks, per block and gather
+SHARDED_LAUNCH = 0.000172  # FSDP's hooks, per tensor of a block and gather
 STEP_SECONDS = 0.00513  # the GPU waits at a step's start and end
 OPTIMIZER_LAUNCH = 0.00069  # of an update by an optimizer that is written here (optim/)
 HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's Adam updates

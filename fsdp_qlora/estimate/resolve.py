@@ -271,14 +271,12 @@ def _with_kept_fp8(plan: Plan, shape: ModelShape, machine: Machine, room: Room |
 def _with_graphs(plan: Plan, config: RunConfig, shape: ModelShape, machine: Machine) -> Plan:
     """Whether micro-batches are replayed: not where the card would hold only launched ones.
 
-    Sharded ones are launched too where the GPU is slow enough for that, and where they have experts, of
-    which no replayed step has been compared with a launched one.
+    Sharded ones are launched too where the GPU is slow enough for that.
     """
     if config.cuda_graphs is not None or machine.is_cpu or not plan.replays(shape):
         return plan
     launched, card = plan.change(cuda_graphs=False), room_of(machine)
-    waits = waits_for_host(shape, machine.gpu, launched)
-    if plan.sharded and (shape.expert_linears() or not waits):
+    if plan.sharded and not waits_for_host(shape, machine.gpu, launched):
         return launched
     replayed_gib, launched_gib = (card.needed(memory(shape, p)) for p in (plan, launched))
     if not launched_gib <= card.gib < replayed_gib:

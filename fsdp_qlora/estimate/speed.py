@@ -36,6 +36,7 @@ from .weights import (
     all_trained,
     average_gathered,
     average_trained,
+    block_weights,
     embedding_weights,
     gathered,
     optimizer_bytes,
@@ -231,9 +232,9 @@ def launch_seconds(shape: ModelShape, plan: Plan) -> float:
         once += constants.UNPACK_LAUNCH
     in_fp8 = plan.quantization.compute_dtype == "fp8"
     once += constants.FP8_LAUNCH * in_fp8
-    if shape.experts:
-        once += constants.EXPERTS_LAUNCH + constants.EXPERTS_FP8_LAUNCH * in_fp8
-    hooks = (1 + plan.sharding.resharded) * constants.SHARDED_LAUNCH if plan.sharded else 0.0
+    once += constants.EXPERTS_FP8_LAUNCH * (in_fp8 and shape.experts > 0)
+    gathers = (1 + plan.sharding.resharded) * plan.sharded
+    hooks = gathers * constants.SHARDED_LAUNCH * len(block_weights(shape, plan))
     # A compiled backward has what runs again in its graph: a forward's kernels, and no hooks.
     whole = 1.0 if plan.loop.compile else constants.RECOMPUTE_LAUNCH
     again = {
@@ -294,9 +295,12 @@ def _exposed_seconds(
     outer = sum(gathered(w(shape, plan), plan) for w in (embedding_weights, root_weights))
     gather = unit * network + constants.COLLECTIVE_LATENCY * several
     gather += hops_seconds(n, plan.sharding.node_gpus)
-    reduce = average_trained(shape, plan, 1, "fp32") * network
-    reduce += hops_seconds(n, plan.sharding.node_gpus)
-    copied = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9 * constants.GATHER_SHARE) * several
+    reduced, copies = average_trained(shape, plan, 1, "fp32"), gpu.reached_bandwidth_gb_s * 1e9
+    reduce = reduced * network + hops_seconds(n, plan.sharding.node_gpus)
+    # Gathered units are copied out of a flat buffer; gradients are copied into one, in fp32.
+    waits = "REPLAYED_" * plan.replays(shape)
+    copied = 2 * unit / (copies * getattr(constants, waits + "GATHER_SHARE")) * several
+    filled = (average_trained(shape, plan, 1) + reduced) / copies * several
     moved = sum(offloaded_of_blocks(shape, plan, plan.memory.runs(shape))) / shape.layers
     moved /= host * 1e9
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
@@ -320,7 +324,7 @@ def _exposed_seconds(
         passes, shown = [], 0.0
     for count, reduces, room in passes:
         transfer = count * gather + reduces * reduce
-        shown += shape.layers * (count * copied + max(0.0, transfer - room))
+        shown += shape.layers * (count * copied + reduces * filled + max(0.0, transfer - room))
         from_host += shape.layers * max(0.0, count * unit * pcie - max(0.0, room - transfer))
     weights = unit * pcie
     from_host += shape.layers * (

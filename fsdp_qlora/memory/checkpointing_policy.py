@@ -19,13 +19,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -192,13 +193,20 @@ class _OutputsMode(TorchDispatchMode):
         return True  # as torch's own
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """A tensor as a hook packed it, told from the numbers and the None that attention's kernels also give."""
+
+    value: object
+
+
 class _Keeping(_OutputsMode):
-    """Keeps what some ops give, packed, in their order."""
+    """Keeps what some ops give, their tensors packed, in their order."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func in self.ops:
-            self.kept.append(tree_map_only(Tensor, lambda x: self.hook(x.detach()), out))
+            self.kept.append(tree_map_only(Tensor, lambda x: _Packed(self.hook(x.detach())), out))
         return out
 
 
@@ -212,4 +220,5 @@ class _Reusing(_OutputsMode):
             raise RuntimeError(
                 "a block whose policy keeps outputs can be gone through backward once"
             )
-        return tree_map(self.hook, self.kept.popleft())
+        kept = self.kept.popleft()
+        return tree_map_only(_Packed, lambda x: self.hook(x.value), kept)

@@ -154,7 +154,7 @@ class ShardingOptions:
         "replay the forward and backward of a micro-batch as a CUDA graph, much faster for "
         "few tokens, gathers and reductions included; None = up to 8,192 tokens a micro-batch, where "
         "nothing is offloaded, tiled or hybrid, and of sharded weights where the GPU would wait; true = "
-        "also of hybrids, sharded full weights and sharded experts",
+        "also of hybrids and of sharded full weights",
         on_resume=MAY_CHANGE,
     )
     deterministic: bool = opt(
