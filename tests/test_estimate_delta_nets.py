@@ -12,9 +12,9 @@ from fsdp_qlora.catalog.arch import ModelShape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.estimate import constants, step_seconds
+from fsdp_qlora.estimate.compute import launch_seconds
 from fsdp_qlora.estimate.delta_nets import bytes_of_rule
 from fsdp_qlora.estimate.mixers import mixer_launches, mixer_seconds
-from fsdp_qlora.estimate.speed import launch_seconds
 from fsdp_qlora.model.delta_rule import delta_rule, delta_rule_backward
 from fsdp_qlora.plan import Plan
 

@@ -17,8 +17,8 @@ from fsdp_qlora.catalog.shapes import model_shape, shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import constants, memory, resolve, step_seconds
 from fsdp_qlora.estimate.activations import saved_by_block
+from fsdp_qlora.estimate.compute import launch_seconds
 from fsdp_qlora.estimate.mixers import mixer_held, mixer_launches, mixer_saved, mixer_seconds
-from fsdp_qlora.estimate.speed import launch_seconds
 from fsdp_qlora.plan import Plan
 
 from .allocations import peak_bytes, saved_bytes

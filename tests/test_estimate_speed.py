@@ -19,8 +19,9 @@ from fsdp_qlora.estimate import (
     step_seconds,
 )
 from fsdp_qlora.estimate.activations import kept_by_block
+from fsdp_qlora.estimate.compute import launch_seconds
 from fsdp_qlora.estimate.constants import MATMUL_SHARE, NETWORK_HOP, NVLINK_HOP
-from fsdp_qlora.estimate.speed import hops_seconds, launch_seconds
+from fsdp_qlora.estimate.transfers import hops_seconds
 from fsdp_qlora.plan_draft import draft_plan
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF

@@ -16,9 +16,9 @@ from ..catalog.hardware import find_gpu
 from ..choices import POLICIES
 from ..plan import Plan
 from .activations import kept_by_block
+from .compute import compute_parts, launch_seconds
 from .kept import offloaded
 from .peak import GIB, Memory, Peak, memory
-from .speed import compute_parts, launch_seconds
 
 # From the first block on. The end matters by less than one block: all that is kept is there at the
 # end of the forward, whatever the order; only with recomputed blocks last does their backward, which

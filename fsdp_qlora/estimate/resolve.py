@@ -22,10 +22,11 @@ from ..config.settings import shown
 from ..plan import Plan
 from ..plan_draft import draft_plan, replays_pay, with_learning_rate
 from .attention import attention_of, makes_masks
+from .compute import waits_for_host
 from .lengths import Batches
 from .peak import Memory, host_memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
-from .speed import hides_attention_offload, waits_for_host
+from .transfers import hides_attention_offload
 from .weights import trained_on_host
 
 _TOKENS_OF_TILE = 2**17  # of attention: of each key-value head in it

@@ -19,13 +19,14 @@ from ..config import AUTO, RunConfig
 from ..plan import Plan
 from . import constants
 from .activations import dequantized
+from .compute import compute_parts, hook_seconds
 from .flops import adapted_linears, flops_per_token
 from .gathered_units import GatheredUnits
 from .kinds import mean_of_blocks
 from .memory_traffic import activation_traffic, unpack_traffic
 from .peak import GIB, Memory, Peak
 from .question import Estimate
-from .speed import StepTime, compute_parts
+from .speed import StepTime
 from .weights import average_gathered, embedding_weights, gathered, root_weights
 
 TASKS = ("sft", "dpo", "grpo")
@@ -199,12 +200,12 @@ def generation_seconds(shape: ModelShape, machine: Machine, plan: Plan, generate
 def _launch_seconds(shape: ModelShape, plan: Plan) -> float:
     """Seconds in which the CPU launches a forward of all blocks, which no CUDA graph replays.
 
-    A third of what a forward and backward take, as in speed.py, and half of FSDP's hooks of one gather.
+    A third of what a forward and backward take, as in compute.py, and half of FSDP's hooks of one gather.
     """
     once = constants.COMPILED_LAUNCH if plan.loop.compile else constants.EAGER_LAUNCH
     once += constants.ADAPTER_LAUNCH * len(adapted_linears(shape, plan))
     once += constants.UNPACK_LAUNCH * (plan.quantization.quant != "none")
-    once += constants.SHARDED_LAUNCH / 2 * plan.sharded
+    once += hook_seconds(shape, plan) / 2
     return shape.layers * once
 
 
