@@ -98,6 +98,8 @@ def sharded_model(
     apply_attention_tiles(model, memory.attention_tiles, policies)
     apply_activation_policy(model, policies, memory.reentrant_checkpointing)
     sequence = apply_sequence_parallel(model, plan.batch.ranks_per_row)
+    if getattr(base_model(model).config, "output_router_logits", False):
+        base_model(model).config.output_router_logits = False  # the flag decides, not config.json
     apply_chunked_cross_entropy(model, sequence, weighted=config.weight_column is not None)
     if config.router_aux_loss_coef:
         model.router_balance = apply_router_balance(base_model(model), config.router_aux_loss_coef)

@@ -96,6 +96,18 @@ def test_a_run_has_it_under_every_way_to_keep_activations(settings, tmp_path):
         torch.testing.assert_close(ours[name].grad, gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_what_config_json_asks_for_is_left_to_the_flag(tmp_path):
+    folder = save_family(tmp_path, "Qwen3-MoE", output_router_logits=True)
+    reference = plain(folder)
+    assert reference.config.output_router_logits
+    config = RunConfig(
+        model_name=folder, train_type="full", precision="fp32", sharding_strategy="ddp"
+    )
+    with process_group(CPU, timeout_minutes=1):
+        found = build_model(config, CPU).train()(**PADDED).loss
+    torch.testing.assert_close(found, reference(**PADDED, output_router_logits=False).loss)
+
+
 def test_packed_rows_are_balanced_as_the_same_rows_in_a_batch(tmp_path):
     folder = save_family(tmp_path, "Qwen3-MoE")
     reference = plain(folder)

@@ -7,7 +7,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
@@ -246,3 +246,19 @@ def test_blocks_that_share_tensors_lose_no_gradient_under_reentrant_checkpointin
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected)
     assert "--reentrant_checkpointing has no effect" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", "keep_attention", "keep_linears"])
+def test_blocks_that_are_given_a_cache_do_not_fill_it_twice(folder, policy):
+    found = []
+    for name in ("keep_all", policy):
+        model, generator = tiny_model(folder, "lora", name), torch.Generator().manual_seed(1)
+        cache = DynamicCache(config=model.config)
+        for layer in range(2):
+            prefix = torch.randn(2, 2, 2, 3, 16, generator=generator).requires_grad_()
+            cache.update(*prefix, layer)
+        ids = torch.randint(0, 97, (2, 9), generator=generator)
+        model(input_ids=ids, labels=ids, past_key_values=cache).loss.backward()
+        assert cache.get_seq_length() == 12
+        found.append([prefix.grad, *(p.grad for p in trainable_parameters(model).values())])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)

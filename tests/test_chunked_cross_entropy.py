@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DynamicCache,
     Gemma2Config,
     GraniteConfig,
     LlamaForCausalLM,
+    MixtralConfig,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -243,6 +245,61 @@ def test_without_labels_the_model_gives_its_logits():
     expected = plain(**batch).logits
     output = apply_chunked_cross_entropy(copy.deepcopy(plain))(**batch)
     torch.testing.assert_close(output.logits, expected, rtol=0, atol=0)
+
+
+def test_rows_that_go_on_from_a_cache_attend_to_it_as_in_transformers(chunk):
+    """Keys and values of a prefix that is trained, as prompt tuning has them; no mask is given."""
+    plain = llama()
+    plain.set_attn_implementation("sdpa")  # which is told that rows are alone, where they are
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
+    found = []
+    for model in (plain, ours):
+        generator = torch.Generator().manual_seed(1)
+        shape = 2, model.config.num_key_value_heads, 3, model.config.head_dim
+        prefix = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(4)]
+        cache = DynamicCache(config=model.config)
+        for layer in range(2):
+            cache.update(*prefix[2 * layer : 2 * layer + 2], layer)
+        ids = torch.randint(0, 97, (2, 9), generator=generator)
+        loss, gradients = loss_and_gradients(
+            model, dict(input_ids=ids, labels=ids, past_key_values=cache)
+        )
+        found.append((loss, gradients | {str(i): p.grad for i, p in enumerate(prefix)}))
+    assert_equal(*reversed(found))
+
+
+def test_hidden_states_and_tuples_are_given_where_they_are_asked_for():
+    plain, batch = llama(), batch_of()
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
+    states, wanted = (m(**batch, output_hidden_states=True).hidden_states for m in (ours, plain))
+    torch.testing.assert_close(states, wanted)
+    loss, *_ = ours(**batch, return_dict=False)
+    torch.testing.assert_close(loss, plain(**batch).loss)
+    assert ours(**batch).past_key_values is None  # a batch's keys are not kept for nobody
+    assert (
+        ours(**batch, use_cache=True).past_key_values.get_seq_length() == batch["labels"].shape[1]
+    )
+
+
+@pytest.mark.parametrize("asked_by", ["configuration", "argument"])
+def test_the_balance_loss_that_transformers_is_asked_for_is_in_it(asked_by):
+    plain, batch = tiny_model(MixtralConfig(**SIZES, num_local_experts=4)), batch_of()
+    plain.router_aux_loss_coef = 0.5
+    more = dict(output_router_logits=True) if asked_by == "argument" else {}
+    plain.config.output_router_logits = not more
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
+    expected = loss_and_gradients(plain, batch, **more)
+    assert_equal(loss_and_gradients(ours, batch, **more), expected)
+    plain.config.output_router_logits = False
+    assert expected[0] > 1.05 * plain(**batch).loss
+
+
+def test_a_second_derivative_is_refused():
+    model, batch = apply_chunked_cross_entropy(llama()), batch_of()
+    embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, **batch).loss
+    with pytest.raises(ValueError, match="differentiated twice; leave apply_chunked"):
+        torch.autograd.grad(loss, embedded, create_graph=True)
 
 
 def test_generation_still_works():

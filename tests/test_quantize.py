@@ -253,6 +253,22 @@ def test_ragged_layers_multiply_by_what_they_dequantize_to(shape):
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, -1))
 
 
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4", "int8", "hqq4"])
+@pytest.mark.parametrize("shape", [(96, 64), (72, 100)])
+def test_in_float64_it_is_the_same_layer(shape, quant_type):
+    """bitsandbytes' ops give memory as it was for it, so that outputs are any numbers."""
+    layer, double = quant_linear(*shape, quant_type=quant_type), values(shape).double()
+    x = values((4, shape[1])).double().requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    weight = layer.dequantize(torch.float32).double()
+    torch.testing.assert_close(layer.dequantize(torch.float64), weight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(y, x @ weight.t() + layer.bias.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, -1), rtol=1e-6, atol=1e-6)
+    packed = [as_bytes(quantize_rows(w, quant_type)[0]) for w in (double, double.float())]
+    assert torch.equal(*packed)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(16, 64), (33, 31)])

@@ -6,7 +6,13 @@ modules_to_save, settings.
 """
 
 from .fp8_layers import apply_fp8, keep_fp8_weights
-from .lora import adapter_counts, apply_adapters, lora_config, trainable_parameters
+from .lora import (
+    adapter_counts,
+    apply_adapters,
+    is_of_adapter,
+    lora_config,
+    trainable_parameters,
+)
 from .lora_layer import LoraLinear
 from .targets import resolve_targets
 
@@ -15,6 +21,7 @@ __all__ = [
     "adapter_counts",
     "apply_adapters",
     "apply_fp8",
+    "is_of_adapter",
     "keep_fp8_weights",
     "lora_config",
     "resolve_targets",

@@ -174,6 +174,11 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's weight, as PEFT calls them."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
 def adapter_counts(model: nn.Module) -> dict[str, int]:
     """How many layers of each name are adapted, as printed at the start."""
     counts: dict[str, int] = {}

@@ -94,9 +94,23 @@ def _saved_pattern(
     return {outer(name): value for name, value in sorted(found.items())}
 
 
+def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What a folder of the active adapter holds: all that is trained, and the frozen rest of the adapter."""
+    named, active = dict(model.named_parameters()), model.active_adapter
+    marks = {name: torch.empty(0) for name in named}
+    chosen = get_peft_model_state_dict(model, marks, active, save_embedding_layers=False)
+    of_adapter = {id(mark) for mark in chosen.values()}
+    whole = [f".{end}." for end in model.peft_config[active].modules_to_save or ()]
+    return {
+        name: p
+        for name, p in named.items()
+        if p.requires_grad or id(marks[name]) in of_adapter or any(end in name for end in whole)
+    }
+
+
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """For each trained parameter of a model with adapters the name that PEFT saves it under."""
-    marks = {name: torch.empty(0) for name, p in model.named_parameters() if p.requires_grad}
+    """For each parameter of `saved_parameters` the name that PEFT saves it under."""
+    marks = {name: torch.empty(0) for name in saved_parameters(model)}
     key_of = {id(mark): key for key, mark in peft_names(model, marks).items()}
     return {name: key_of[id(mark)] for name, mark in marks.items()}
 

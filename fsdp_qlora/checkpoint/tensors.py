@@ -66,10 +66,10 @@ def taken_rows(model: nn.Module) -> dict[str, TensorRows]:
 
 
 def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorRows]:
-    """This rank's rows of the optimizer's states, as `<parameter>|<state>`."""
+    """This rank's rows of the optimizer's states, as `<parameter>|<state>`, frozen parameters' too."""
     return {
         f"{name}|{key}": rows
-        for name, p in trainable_parameters(model).items()
+        for name, p in model.named_parameters()
         for key, value in optimizer.state.get(p, {}).items()
         if value is not None and (rows := rows_of(value)) is not None
     }
@@ -244,7 +244,7 @@ def load_weights_into(model: nn.Module, files: RowFiles, keys: dict[str, str]):
 
 def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, files: RowFiles):
     """Fill the optimizer's states, sharded as the parameters are now."""
-    names = {id(p): name for name, p in trainable_parameters(model).items()}
+    names = {id(p): name for name, p in model.named_parameters()}
     saved = defaultdict(dict)
     for full in files.parts:
         name, _, key = full.rpartition("|")

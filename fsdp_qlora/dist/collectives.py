@@ -126,7 +126,8 @@ def main_only():
     except Exception as caught:
         error = caught
     message = [f"{type(error).__name__}: {error}" if error else None]
-    dist.broadcast_object_list(message, src=0, group=host_group())
+    if dist.is_initialized():
+        dist.broadcast_object_list(message, src=0, group=host_group())
     if message[0]:
         raise OSError(f"rank 0 could not write: {message[0]}") from error
     if error:

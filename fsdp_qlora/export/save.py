@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..adapters import trainable_parameters
 from ..adapters.modules_to_save import with_tied_copy
-from ..adapters.peft_names import peft_names, saved_names
+from ..adapters.peft_names import peft_names, saved_names, saved_parameters
 from ..atomic_files import complete_folder, remove_folder, replace_folder, scratch_of
 from ..config import RunConfig
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
@@ -108,14 +108,15 @@ def save_adapter(
 ) -> Path:
     """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`.
 
-    It fits the original base, whatever the adapter took out of it to begin from (lora_init).
+    It fits the original base, whatever the adapter took out of it to begin from (lora_init). Parts of the
+    active adapter that are frozen are in it too.
     `write_rest` writes more files into the folder before it gets its name. Every rank must call it.
     Raises OSError on every rank if rank 0 can't write, and ValueError if what is trained is not the
     active adapter, of the model's one or more.
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
-    parameters = trainable_parameters(model)
-    if not parameters:
+    parameters = saved_parameters(model)
+    if not trainable_parameters(model):
         raise ValueError(
             f"{folder}: no adapter weight is trainable, so there is nothing to save; call "
             "model.set_adapter(NAME) to unfreeze it"
@@ -265,10 +266,10 @@ class ShardWriter:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Fill a built model's adapters from an adapter folder, each rank its own rows; returns the model.
+    """Fill a built model's active adapter from an adapter folder, each rank its own rows; returns the model.
 
-    Needs no other rank. Raises FileNotFoundError without adapter_model.safetensors, and safetensors'
-    own error for an adapter of other layers.
+    Its frozen parts too. Needs no other rank. Raises FileNotFoundError without
+    adapter_model.safetensors, and safetensors' own error for an adapter of other layers.
     """
     from safetensors import safe_open
 
@@ -278,7 +279,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         torch.no_grad(),
     ):
         keys = saved_names(model)
-        for name, parameter in trainable_parameters(model).items():
+        for name, parameter in saved_parameters(model).items():
             local, start, stop = local_rows(parameter)
             rows = file.get_slice(keys[name])[start:stop]
             local.copy_(rows[:, : local.shape[1]] if local.dim() == 2 else rows)

@@ -115,6 +115,8 @@ def _draws_seeds(block: nn.Module) -> bool:
 
 def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args, **kwargs):
     """`forward(hidden, ...)` that keeps what `policy` says and recomputes the rest in backward."""
+    if kwargs.get("past_key_values") is not None:  # a second forward would fill it twice
+        return forward(hidden, *args, **kwargs)
     ops = _KEPT_OPS[policy]
     if reentrant and any(isinstance(value, MutableMapping) for value in kwargs.values()):
         _say_not_reentrant()

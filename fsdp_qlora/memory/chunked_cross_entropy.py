@@ -81,6 +81,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True; autograd did not see the gradients being made
+            raise ValueError(
+                "the loss in chunks can't be differentiated twice; leave apply_chunked_cross_entropy out"
+            )
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         d_hidden = (d_hidden * d_loss).to(d_hidden.dtype)
@@ -168,9 +174,13 @@ def _chunked_forward(
     and the cap of its logits. `sequence`: the ranks that share the batch's rows, or None; then the loss is
     that of this rank's part of the tokens.
     """
-    if labels is None:
-        return plain_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
     kwargs["attention_mask"] = attention_mask
+    if labels is None:
+        return plain_forward(input_ids=input_ids, **kwargs)
+    if _wants_balance(model, kwargs) and sequence is None and loss_weights is None:
+        items = {} if num_items_in_batch is None else dict(num_items_in_batch=num_items_in_batch)
+        return plain_forward(input_ids=input_ids, labels=labels, **items, **kwargs)
+    as_tuple = kwargs.pop("return_dict", None) is False
     labels = _shifted(labels, IGNORE)
     if loss_weights is not None:
         loss_weights = _shifted(loss_weights, 0.0)
@@ -181,12 +191,13 @@ def _chunked_forward(
         loss_weights = None if loss_weights is None else sequence.own(loss_weights)
         masks = rows_are_cut(model.config, sequence)
     else:
-        alone = attention_mask is None and "position_ids" not in kwargs
-        masks = rows_alone(model.config) if alone else nullcontext()
+        masks = rows_alone(model.config) if _are_alone(kwargs) else nullcontext()
     with masks:
-        hidden = _decoder(model)(input_ids=input_ids, **kwargs).last_hidden_state
+        outputs = _decoder(model)(input_ids=input_ids, **kwargs)
     head = output_head(model)
-    hidden, labels, loss_weights = _counted(hidden.flatten(0, 1), labels.flatten(), loss_weights)
+    hidden, labels, loss_weights = _counted(
+        outputs.last_hidden_state.flatten(0, 1), labels.flatten(), loss_weights
+    )
     # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
     # head that is trained beside adapters is stored in another one (adapters/modules_to_save.py).
     hidden = compute_input(hidden.to(getattr(head, "compute_dtype", head.weight.dtype)))
@@ -202,7 +213,33 @@ def _chunked_forward(
             _right_tokens(model, hidden.device),
             loss_weights,
         )
-    return CausalLMOutputWithPast(loss=total / num_items_in_batch)
+    return _as_asked(total / num_items_in_batch, outputs, kwargs, as_tuple)
+
+
+def _wants_balance(model: nn.Module, given: dict) -> bool:
+    """Whether transformers would add its routers' balance loss, which is the model's own forward's."""
+    asked = given.get("output_router_logits")
+    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+
+
+def _are_alone(given: dict) -> bool:
+    """Whether a decoder that is given this sees rows without padding, which begin at their first token.
+
+    A cache holds tokens before it, by which no kernel without a mask would move the diagonal.
+    """
+    return given.get("past_key_values") is None and not (
+        given["attention_mask"] is not None or "position_ids" in given
+    )
+
+
+def _as_asked(loss: Tensor, outputs: Any, given: dict, as_tuple: bool):
+    """The loss with what else the decoder was asked for; a cache that nobody wants is let go of."""
+    cached = given.get("use_cache") or given.get("past_key_values") is not None
+    kept = {"past_key_values": bool(cached), "hidden_states": True, "attentions": True}
+    found = CausalLMOutputWithPast(
+        loss=loss, **{name: getattr(outputs, name, None) for name, keep in kept.items() if keep}
+    )
+    return found.to_tuple() if as_tuple else found
 
 
 def _counted(

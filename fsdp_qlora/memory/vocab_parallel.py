@@ -103,9 +103,20 @@ def _projected(layer: nn.Linear, forward, hidden: Tensor) -> Tensor:
     return nn.functional.linear(hidden.to(weight.dtype), weight, layer.bias)
 
 
+def _check_frozen(weight: Tensor):
+    """Raises ValueError for a weight that is trained since: no gradient comes this way."""
+    if weight.requires_grad:
+        raise ValueError(
+            "the embedding or the head was frozen when the model was sharded, and would get no gradient; "
+            "call requires_grad_(True) before apply_sharding"
+        )
+
+
 @torch.no_grad()
 def gathered_weight(weight: Tensor, device: torch.device) -> Tensor:
     """A weight (V, D) on `device`, gathered if it is sharded; every rank must call it."""
+    if isinstance(weight, DTensor) or weight.device != device:
+        _check_frozen(weight)
     if not isinstance(weight, DTensor):
         return weight.to(device, non_blocking=True)
     local = weight.to_local().to(device, non_blocking=True)
@@ -127,6 +138,7 @@ def _looked_up(ids: Tensor, weight: Tensor) -> Tensor:
     Each rank finds its rows of all ranks' ids, and sums of those and zeros go back, exactly. That moves
     n N rows, so where the vocabulary has fewer, as on many ranks, the weight is gathered for a moment.
     """
+    _check_frozen(weight)
     local, first, _ = local_rows(weight)
     group = weight.device_mesh.get_group(-1) if isinstance(weight, DTensor) else None
     ranks = group.size() if group else 1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ..adapters import is_of_adapter
 from ..model.blocks import decoder_blocks
 from .activation_offload import Copies
 
@@ -38,10 +39,12 @@ def apply_streaming(model: nn.Module, device: torch.device) -> list[nn.Parameter
 
 
 def _frozen_parameters(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, name, parameter) of each frozen weight of a block that no mesh shards."""
-    for module in block.modules():
+    """(module, name, parameter) of each frozen weight of a block's base that no mesh shards."""
+    for path, module in block.named_modules():
         for name, p in module._parameters.items():
-            if p is not None and not p.requires_grad and not isinstance(p, DTensor):
+            if p is None or p.requires_grad or isinstance(p, DTensor):
+                continue
+            if not is_of_adapter(path):  # one of several may be trained later (`set_adapter`)
                 yield module, name, p
 
 
@@ -96,7 +99,12 @@ class _StreamedBlock:
             return
         if not self.weights:
             self.weights = [*self.placed()]
-        for _, _, host, here in self.weights:
+        for _, name, host, here in self.weights:
+            if host.requires_grad:
+                raise ValueError(
+                    f"a block's {name} was frozen when the model was sharded, and would get no gradient; "
+                    "call requires_grad_(True) before apply_sharding"
+                )
             here.untyped_storage().resize_(host.nbytes)
             with torch.autograd._unsafe_preserve_version_counter(here):
                 self.arrived = self.copies.start(here.data, host.data)

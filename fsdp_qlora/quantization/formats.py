@@ -51,7 +51,7 @@ def _quantize_4bit(weight: Tensor, quant_type: str, absmax_dtype: str) -> tuple[
     rows, in_features = weight.shape
     wide, blocks = padded(in_features), blocks_of(in_features)
     packed, absmax = torch.ops.bitsandbytes.quantize_4bit(
-        pad_rows(weight).contiguous(), BLOCKSIZE, quant_type, torch.uint8
+        pad_rows(weight.to(_known(weight.dtype))).contiguous(), BLOCKSIZE, quant_type, torch.uint8
     )
     packed, absmax = packed.view(rows, wide // 2).view(STORAGE_DTYPE), absmax.view(rows, blocks)
     return packed, encode_absmax(absmax) if absmax_dtype == "int8" else absmax
@@ -69,9 +69,14 @@ def _dequantize_4bit(
         BLOCKSIZE,
         quant_type,
         (rows, wide),
-        dtype,
-    )
+        _known(dtype),
+    ).to(dtype)
     return weight if wide == in_features else weight[:, :in_features]
+
+
+def _known(dtype: torch.dtype) -> torch.dtype:
+    """What bitsandbytes' ops take in its place: of float64 they give memory as it was, on a CPU."""
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def _quantize_int8(weight: Tensor, absmax_dtype: str) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ..choices.strategies import BUCKET_BYTES
 from ..dist import all_reduce
@@ -21,11 +22,14 @@ class GradientReducer:
     The first weight that has its gradient asks the engine for a call when the backward is done, so it
     does not matter which module was called. Within reentrant checkpointing the engine would call at the
     end of each block's own backward, so the root's outputs ask first.
+
+    Weights that a script unfreezes later, another adapter among them (`set_adapter`), are among the
+    trained from the next forward of the root on; one that was trained stays, as a backward may still come.
     """
 
     def __init__(self, model: nn.Module):
         self.model, self.enabled, self.queued = model, True, False
-        self.trained: list[nn.Parameter] = []
+        self.trained: dict[nn.Parameter, RemovableHandle] = {}
         self.watch()
         model.register_forward_pre_hook(self.begin)
         model.register_forward_hook(self.watch_outputs)
@@ -33,15 +37,14 @@ class GradientReducer:
     def watch(self):
         """Look at the weights' gradients, once the weights exist: loading replaces those on meta."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        if self.trained or any(p.is_meta for p in trained):
+        if any(p.is_meta for p in trained):
             return
-        self.trained = trained
         for p in trained:
-            p.register_post_accumulate_grad_hook(self.queue)
+            if p not in self.trained:
+                self.trained[p] = p.register_post_accumulate_grad_hook(self.queue)
 
     def begin(self, *_):
-        if not self.trained:
-            self.watch()
+        self.watch()
         self.queued = False  # an error in the last backward may have left it
 
     def watch_outputs(self, module, args, output):
@@ -63,7 +66,8 @@ class GradientReducer:
         self.queued = False
         if dist.get_world_size() == 1:
             return
-        for bucket in _buckets(self.trained):
+        self.watch()
+        for bucket in _buckets([*self.trained]):
             # A 1 behind the gradients for each that a rank has: no collective of its own, no wait.
             has = bucket[0].new_ones(len(bucket))
             missing = [i for i, p in enumerate(bucket) if p.grad is None]

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ..adapters import LoraLinear
+from ..adapters import LoraLinear, is_of_adapter
 from ..choices import Strategy, StrategyName, strategy_named
 from ..dist import (
     broadcast,
@@ -146,6 +146,7 @@ def apply_sharding(
     _gather_to_generate(model)
     _free_after_unrecorded_forwards(model)
     _refuse_inference_tensors(model)
+    _refuse_hooks_on_shards(model)
     _tell_adapters(model)
     refuse_to_train(before.keys() - set(model.parameters()))
     if optimizer is not None:
@@ -215,12 +216,13 @@ def _check_host(on_host: OnHost, mesh: DeviceMesh | None):
 def _broadcast_trained(model: nn.Module, device: torch.device | None):
     """Give every rank the trained weights of rank 0, in place, through `device` or where they are.
 
-    Those on the meta device have no values yet; `init_adapters` gives every rank the same.
+    So are adapters that are not trained yet. Those on the meta device have no values; `init_adapters`
+    gives every rank the same.
     """
     if dist.get_world_size() == 1:
         return
-    for p in model.parameters():
-        if not p.requires_grad or p.is_meta:
+    for name, p in model.named_parameters():
+        if p.is_meta or not (p.requires_grad or is_of_adapter(name)):
             continue
         sent = p.detach().to(device or p.device).contiguous()
         broadcast(sent)
@@ -302,6 +304,26 @@ def _refuse_inference_tensors(model: nn.Module):
                 "the first forward of a sharded model can't be in torch.inference_mode, or "
                 "training would fail later; use torch.no_grad"
             )
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(check, prepend=True)
+
+
+def _refuse_hooks_on_shards(model: nn.Module):
+    """Raise ValueError in the first forward with autograd if a weight has a hook on its gradient.
+
+    Autograd sees gathered weights, so that it would never run.
+    """
+
+    def check(*_):
+        if not torch.is_grad_enabled():
+            return
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor) and p._backward_hooks:
+                raise ValueError(
+                    f"{name} has a hook of register_hook, which never runs on a sharded weight; use "
+                    "register_post_accumulate_grad_hook, which is given the weight with its gradient"
+                )
         handle.remove()
 
     handle = model.register_forward_pre_hook(check, prepend=True)
