@@ -294,6 +294,32 @@ def test_the_balance_loss_that_transformers_is_asked_for_is_in_it(asked_by):
     assert expected[0] > 1.05 * plain(**batch).loss
 
 
+def smoothed(logits, labels, vocab_size, **_):
+    """A loss of a script's own, as transformers calls it."""
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.3
+    )
+
+
+def test_another_loss_is_computed_as_transformers_computes_it():
+    plain, batch = llama(), batch_of()
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
+    shifted = batch["labels"].flip(1)
+    of_sevens = batch | dict(labels=batch["labels"].masked_fill(batch["labels"] == -100, 7))
+    usual = plain(**batch).loss
+    for given in (batch | dict(shift_labels=shifted), of_sevens | dict(ignore_index=7)):
+        expected = loss_and_gradients(plain, given)
+        assert_equal(loss_and_gradients(ours, given), expected)
+        for model in (plain, ours):
+            model.zero_grad()
+    assert abs(plain(**batch, shift_labels=shifted).loss - usual) > 0.01
+    for model in (plain, ours):
+        model.loss_function = smoothed
+    expected = loss_and_gradients(plain, batch)
+    assert_equal(loss_and_gradients(ours, batch), expected)
+    assert abs(expected[0] - usual) > 0.01
+
+
 def test_a_second_derivative_is_refused():
     model, batch = apply_chunked_cross_entropy(llama()), batch_of()
     embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..config.run import chunk_tokens
@@ -177,7 +178,7 @@ def _chunked_forward(
     kwargs["attention_mask"] = attention_mask
     if labels is None:
         return plain_forward(input_ids=input_ids, **kwargs)
-    if _wants_balance(model, kwargs) and sequence is None and loss_weights is None:
+    if _is_another_loss(model, kwargs) and sequence is None and loss_weights is None:
         items = {} if num_items_in_batch is None else dict(num_items_in_batch=num_items_in_batch)
         return plain_forward(input_ids=input_ids, labels=labels, **items, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
@@ -216,10 +217,21 @@ def _chunked_forward(
     return _as_asked(total / num_items_in_batch, outputs, kwargs, as_tuple)
 
 
-def _wants_balance(model: nn.Module, given: dict) -> bool:
-    """Whether transformers would add its routers' balance loss, which is the model's own forward's."""
-    asked = given.get("output_router_logits")
-    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+def _is_another_loss(model: nn.Module, given: dict) -> bool:
+    """Whether transformers would compute another loss, which is left to the model's own forward.
+
+    Its routers' balance may be added, a function of the script's own be set, or labels come in another form.
+    """
+    balanced = given.get("output_router_logits")
+    if balanced is None:
+        balanced = getattr(model.config, "output_router_logits", False)
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    return (
+        bool(balanced)
+        or function is not ForCausalLMLoss
+        or given.get("shift_labels") is not None
+        or given.get("ignore_index", IGNORE) != IGNORE
+    )
 
 
 def _are_alone(given: dict) -> bool:

@@ -146,7 +146,7 @@ def apply_sharding(
     _gather_to_generate(model)
     _free_after_unrecorded_forwards(model)
     _refuse_inference_tensors(model)
-    _refuse_hooks_on_shards(model)
+    _refuse_untrained(model)
     _tell_adapters(model)
     refuse_to_train(before.keys() - set(model.parameters()))
     if optimizer is not None:
@@ -309,16 +309,22 @@ def _refuse_inference_tensors(model: nn.Module):
     handle = model.register_forward_pre_hook(check, prepend=True)
 
 
-def _refuse_hooks_on_shards(model: nn.Module):
-    """Raise ValueError in the first forward with autograd if a weight has a hook on its gradient.
+def _refuse_untrained(model: nn.Module):
+    """Raise ValueError in the first forward with autograd for what FSDP does not see.
 
-    Autograd sees gathered weights, so that it would never run.
+    A weight that came later, whose gradient no rank would average, and a hook on a shard's gradient:
+    autograd knows the gathered weight, so it would never run.
     """
 
     def check(*_):
         if not torch.is_grad_enabled():
             return
         for name, p in model.named_parameters():
+            if not isinstance(p, DTensor) and p.requires_grad and dist.get_world_size() > 1:
+                raise ValueError(
+                    f"{name} came after apply_sharding, so nothing would average its gradients over "
+                    "ranks; give it to the model first"
+                )
             if isinstance(p, DTensor) and p._backward_hooks:
                 raise ValueError(
                     f"{name} has a hook of register_hook, which never runs on a sharded weight; use "

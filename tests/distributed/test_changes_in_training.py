@@ -96,6 +96,24 @@ def thawed(model, batches):
     return whole(model)
 
 
+def with_a_prompt(model, batches):
+    """A trained prompt before the rows."""
+    optimizer = torch.optim.SGD([model.prompt], 0.05)
+    for _ in range(2):
+        losses = []
+        for batch in batches:
+            embedded = model.get_input_embeddings()(batch["input_ids"])
+            prompts = model.prompt.expand(len(embedded), -1, -1)
+            labels = torch.nn.functional.pad(batch["labels"], (4, 0), value=-100)
+            losses.append(
+                model(inputs_embeds=torch.cat([prompts, embedded], 1), labels=labels).loss
+            )
+        (sum(losses) / len(losses)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.prompt.detach().clone()
+
+
 CHANGES = {"in turns": in_turns, "thawed": thawed}
 
 
@@ -128,6 +146,22 @@ def test_weights_that_are_frozen_and_thawed_after_sharding_train_as_in_one_proce
             assert relative(flat(weights, weights), expected) < 1e-6, (strategy, name)
 
 
+def prompts(folder: str) -> torch.Tensor:
+    import fsdp_qlora as fq
+
+    model = sharded(folder, "ddp")
+    model.prompt = torch.nn.Parameter(torch.ones(1, 4, 64))
+    return with_a_prompt(model, [BATCHES[fq.ranks_from_env().rank]])
+
+
+def test_a_prompt_that_comes_after_ddp_is_trained_by_all_ranks(folder):
+    model = two_adapters(folder)
+    model.prompt = torch.nn.Parameter(torch.ones(1, 4, 64))
+    wanted = with_a_prompt(model, BATCHES)
+    for found in run_ranks(prompts, 2, folder):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def refused(folder: str) -> dict[str, str]:
     """What is said of weights that no gradient would reach any more, and of hooks that would not run."""
     found = {}
@@ -135,6 +169,10 @@ def refused(folder: str) -> dict[str, str]:
         model = sharded(folder, "full_shard")
         getattr(model, name)().weight.requires_grad_(True)
         found[f"{name}: frozen when the model was sharded"] = message_of(model, **BATCHES[0])
+    for strategy in STRATEGIES[1:]:
+        model = sharded(folder, strategy)
+        model.prompt = torch.nn.Parameter(torch.zeros(1, 4, 64))
+        found[f"{strategy}: prompt came after apply_sharding"] = message_of(model, **BATCHES[0])
     model = sharded(folder, "full_shard")
     next(p for p in model.parameters() if p.requires_grad).register_hook(lambda grad: 0 * grad)
     with torch.no_grad():
