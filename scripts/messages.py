@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
-ERRORS = {"ValueError", "OSError", "UnusableRow", "ArgumentTypeError"}
+ERRORS = {"ValueError", "OSError", "WriteError", "UnusableRow", "ArgumentTypeError"}
 STEPS_BACK = 4  # how far a text is followed
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -124,7 +124,8 @@ REMEDIES = [
     ("is not computed here", "leave it out, or use what the line names"),
     ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
     (
-        "rank 0 could not write|no checkpoint could be written|different bytes than were|bytes differ from",
+        r"rank \w+ could not write|no checkpoint could be written|different bytes than were|"
+        "bytes differ from",
         "check for a full or broken disk; the line has the reason",
     ),
     (

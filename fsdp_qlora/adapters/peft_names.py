@@ -56,6 +56,8 @@ def config_in_whole(model: nn.Module, config: LoraConfig) -> LoraConfig:
     What is named there is in the language model alone: the towers have layers of the same names.
     """
     wrapper, causal = wrapper_of(model), base_model(model)
+    if not isinstance(config, LoraConfig):  # another method of PEFT
+        return config
     outer = wrapper.outer if wrapper else str
     adapted = {name for name, m in causal.named_modules() if isinstance(m, LoraLayer)}
     config.rank_pattern = _saved_pattern(config.rank_pattern, adapted, outer)

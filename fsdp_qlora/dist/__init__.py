@@ -8,9 +8,11 @@ sharded_tensors.
 """
 
 from .collectives import (
+    WriteError,
     all_gather_rows,
     all_reduce,
     broadcast,
+    each_writes,
     from_main,
     from_rank,
     from_rank_in,
@@ -49,6 +51,7 @@ from .store_connection import common_store
 
 __all__ = [
     "Ranks",
+    "WriteError",
     "all_gather_rows",
     "all_reduce",
     "broadcast",
@@ -56,6 +59,7 @@ __all__ = [
     "broadcast_error",
     "check_ranks",
     "common_store",
+    "each_writes",
     "free_port",
     "from_main",
     "from_rank",

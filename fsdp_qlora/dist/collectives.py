@@ -112,6 +112,10 @@ def from_main(function: Callable[[], T]) -> T:
     return message[0]
 
 
+class WriteError(OSError):
+    """A rank could not write, and every rank has heard of it."""
+
+
 @contextmanager
 def main_only():
     """Run the block's file writing on rank 0; a failure there is raised on every rank.
@@ -123,12 +127,30 @@ def main_only():
     error = None
     try:
         yield
+    except WriteError:  # of a block inside of this one
+        raise
     except Exception as caught:
         error = caught
     message = [f"{type(error).__name__}: {error}" if error else None]
     if dist.is_initialized():
         dist.broadcast_object_list(message, src=0, group=host_group())
     if message[0]:
-        raise OSError(f"rank 0 could not write: {message[0]}") from error
+        raise WriteError(f"rank 0 could not write: {message[0]}") from error
     if error:
         raise error
+
+
+@contextmanager
+def each_writes():
+    """Run the block's file writing on every rank; the first rank's failure is raised on every rank.
+
+    No rank may wait for another inside of the block. Any exception counts, as in `main_only`.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    said = gather_over_ranks(f"{type(error).__name__}: {error}" if error else None)
+    if failed := [f"rank {rank} could not write: {text}" for rank, text in enumerate(said) if text]:
+        raise WriteError(failed[0]) from error

@@ -5,5 +5,5 @@ Each module needs the library that it is named after, and is imported by its own
     from fsdp_qlora.integrations.trl import DPOTrainer
 
 Modules, each importing only from those before it: arguments, peft, states,
-accelerate, streamed, reference_pass, transformers, trl, fabric.
+accelerate, streamed, reference_pass, checkpoints, transformers, trl, fabric.
 """

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..dist import each_writes
 from ..export import save_trained
 from ..sharding import is_placed
 from .states import check_saved, load_optimizer, load_trained, save_optimizer
@@ -56,9 +57,10 @@ def _save_state(save: Callable, self: Accelerator, output_dir: str | None = None
     save_trained(model, Path(folder) / _MODEL)
     if optimizer is not None:
         states = Path(folder) / _OPTIMIZER
-        save_optimizer(states, model, optimizer)
-        if self.is_main_process:
-            (states / _RATES).write_text(json.dumps([g["lr"] for g in optimizer.param_groups]))
+        with each_writes():
+            save_optimizer(states, model, optimizer)
+            if self.is_main_process:
+                (states / _RATES).write_text(json.dumps([g["lr"] for g in optimizer.param_groups]))
     self.wait_for_everyone()
     return folder
 

@@ -6,16 +6,21 @@ A trainer would take most of them without a word, or fail amid its first step on
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from peft import PeftConfig
 from torch import nn
 
+from ..dist import from_main
 from ..quantization.quantize import QuantLinear
+from ..writable import fault_of
 
 # Of transformers' names: those whose states are sharded as their weights are.
 EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # ours, by bitsandbytes' names
 _SHARDED = ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd", "adagrad", "rmsprop")
+_OF_WHOLE_WEIGHTS = ("IA3", "OFT", "LOHA", "LOKR", "LN_TUNING", "FOURIERFT")  # methods of PEFT
 _OF_CHECKPOINTING = {"use_reentrant"}  # the values are the same either way
 
 
@@ -118,12 +123,37 @@ def check_arguments(args, model: nn.Module, shards: bool):
             "the trainer needs a process group, on one GPU too; start the script with torchrun "
             "--nproc_per_node and the number of GPUs"
         )
+    if fault := from_main(lambda: fault_of(Path(args.output_dir))):
+        raise ValueError(f"output_dir={args.output_dir!r}: {fault}; give another folder")
     streamed = any(p.is_meta for p in model.parameters())
     shards = shards and dist.get_world_size() > 1
     rows = (*_OF_ARGUMENTS, *_OF_STREAMED * streamed, *_OF_SHARDS * shards)
     for name, why, remedy, refuses in rows:
         if refuses(value := getattr(args, name, None)):
             raise ValueError(f"{name}={getattr(value, 'value', value)!r}: {why}; {remedy}")
+
+
+def check_method(config: PeftConfig, model: str | Path | nn.Module):
+    """Refuse a method of PEFT that would fail amid training, or at its save, on sharded or packed weights.
+
+    model: a name stands for one whose weights are streamed.
+    """
+    kind = config.peft_type.value
+    if kind == "LORA":
+        return
+    if kind not in _OF_WHOLE_WEIGHTS:
+        raise ValueError(
+            f"peft_config: {kind} is not computed here; give LoraConfig, or to a model of from_pretrained "
+            f"one of {', '.join(_OF_WHOLE_WEIGHTS)}"
+        )
+    if not isinstance(model, nn.Module) or any(
+        isinstance(m, QuantLinear) or any(p.is_meta for p in m.parameters(recurse=False))
+        for m in model.modules()
+    ):
+        raise ValueError(
+            f"peft_config: {kind} needs weights that exist and are not quantized; give the trainer a model "
+            "of from_pretrained, or LoraConfig"
+        )
 
 
 def check_copied(model: nn.Module):

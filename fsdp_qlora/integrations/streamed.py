@@ -36,6 +36,7 @@ from ..quantization.formats import STORAGE_DTYPE
 from ..quantization.quantize import QuantLinear, quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
 from .accelerate import register_with_accelerate
+from .arguments import check_method
 from .peft import register_with_peft
 
 
@@ -150,6 +151,8 @@ def shard_and_load(
     rows that come with an attention_mask without their padding, where that is exact. `settings` are
     `apply_sharding`'s. A model that exists is moved to `device` under ddp.
     """
+    for config in getattr(model, "peft_config", {}).values():
+        check_method(config, model)
     _check_packed(model)
     _check_trained_rows(model, sharding_strategy)
     files, on_host = _files_of(model), on_host or OnHost()

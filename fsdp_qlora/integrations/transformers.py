@@ -10,7 +10,6 @@ in their usual files, and each rank's rows of the optimizer's states as our own 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -26,7 +25,6 @@ from ..adapters import apply_fp8
 from ..build import compile_blocks
 from ..choices import POLICIES, FormatName, StrategyName, strategy_named
 from ..config import block_policies
-from ..export import save_trained
 from ..memory.activation_offload import apply_activation_offload
 from ..memory.checkpointing_policy import apply_activation_policy
 from ..memory.tiled_mlp import apply_tiled_mlp
@@ -41,19 +39,16 @@ from .arguments import (
     check_arguments,
     check_copied,
     check_given,
+    check_method,
     check_trained,
 )
+from .checkpoints import CheckpointMixin
 from .peft import register_with_peft
 from .reference_pass import compute_as_trained
-from .states import check_saved, load_optimizer, load_trained, save_optimizer
 from .streamed import shard_and_load, streamed_model
 
-_SCHEDULER_FILE = "scheduler.json"
-# A folder of a checkpoint: beside a whole model its files would be read as weights.
-_STATES = "optimizer"
 
-
-class ShardedTrainerMixin:
+class ShardedTrainerMixin(CheckpointMixin):
     """What a `Trainer` needs to train on this engine; put it before the trainer's class.
 
     model: a folder or hub name, whose weights each rank streams by rows into its own shards, or a
@@ -99,6 +94,8 @@ class ShardedTrainerMixin:
     ):
         register_with_peft()
         check_given(kwargs)
+        if kwargs.get("peft_config") is not None:
+            check_method(kwargs["peft_config"], model)
         self._shards = strategy_named(sharding_strategy).shards
         self._sharding = dict(
             sharding_strategy=sharding_strategy,
@@ -223,53 +220,6 @@ class ShardedTrainerMixin:
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    # ---- saving and resuming -----------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The adapter, or the whole model, in transformers' files. Every rank must call it."""
-        folder = output_dir or self.args.output_dir
-        save_trained(self.model, folder, self.processing_class)
-        if self.args.should_save:
-            (Path(folder) / "training_args.json").write_text(self.args.to_json_string())
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str):
-        folder = Path(output_dir)
-        save_optimizer(folder / _STATES, self.model, self._own_optimizer())
-        if self.args.should_save:
-            (folder / _SCHEDULER_FILE).write_text(json.dumps(self.lr_scheduler.state_dict()))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None):
-        if checkpoint is None:
-            return
-        folder, optimizer = Path(checkpoint), self._own_optimizer()
-        if not (folder / _SCHEDULER_FILE).is_file():
-            raise ValueError(
-                f"resume_from_checkpoint={checkpoint!r}: it has no {_SCHEDULER_FILE}, for it was saved with "
-                "save_only_model=True or by another trainer; give a checkpoint that this trainer saved "
-                "whole, or train from the weights in it without resume_from_checkpoint"
-            )
-        load_optimizer(_states_in(folder), self.model, optimizer)
-        self.lr_scheduler.load_state_dict(json.loads((folder / _SCHEDULER_FILE).read_text()))
-        for group, rate in zip(
-            optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
-        ):
-            group["lr"] = rate
-
-    def _own_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None):
-        folder = Path(resume_from_checkpoint)
-        if (folder / _SCHEDULER_FILE).is_file():
-            given = f"resume_from_checkpoint={resume_from_checkpoint!r}"
-            check_saved(given, folder, _states_in(folder))
-        load_trained(resume_from_checkpoint, self.model, self.args.device)
-
-    def _load_best_model(self):
-        load_trained(self.state.best_model_checkpoint, self.model, self.args.device)
-
 
 class ShardedTrainer(ShardedTrainerMixin, Trainer):
     """transformers' own `Trainer` on this engine; `peft_config` adapts the model first."""
@@ -281,18 +231,14 @@ class ShardedTrainer(ShardedTrainerMixin, Trainer):
         peft_config: PeftConfig | None = None,
         **kwargs: Any,
     ):
+        if peft_config is not None:
+            check_method(peft_config, model)
         if isinstance(model, (str, Path)):
             model = streamed_model(str(model), kwargs.get("quant", "nf4"))
         if peft_config is not None:
             register_with_peft()
             model = get_peft_model(model, peft_config)
         super().__init__(model, *args, **kwargs)
-
-
-def _states_in(checkpoint: Path) -> Path:
-    """Where the optimizer's rows are; once they lay beside an adapter."""
-    states = checkpoint / _STATES
-    return states if states.is_dir() else checkpoint
 
 
 def _check_recomputes(policies: list[str]):
