@@ -35,11 +35,13 @@ from ..choices import Strategy, StrategyName, strategy_named
 from ..dist import (
     broadcast,
     hybrid_mesh,
+    local_rows,
     main_device_type,
     ranks_from_env,
     resolve_shard_group_size,
     serves_host,
     shard_mesh,
+    split_as,
 )
 from ..memory.vocab_parallel import apply_vocab_parallel, vocab_parallel_weights
 from ..memory.weight_streaming import apply_streaming
@@ -147,6 +149,7 @@ def apply_sharding(
     _free_after_unrecorded_forwards(model)
     _refuse_inference_tensors(model)
     _refuse_untrained(model)
+    _take_whole_tensors(model)
     _tell_adapters(model)
     refuse_to_train(before.keys() - set(model.parameters()))
     if optimizer is not None:
@@ -333,6 +336,25 @@ def _refuse_untrained(model: nn.Module):
         handle.remove()
 
     handle = model.register_forward_pre_hook(check, prepend=True)
+
+
+def _take_whole_tensors(model: nn.Module):
+    """Let `load_state_dict` take whole tensors, of which each rank keeps its rows.
+
+    PEFT's `load_adapter` gives such to an adapter that the model has already.
+    """
+
+    def split(module, state: dict, prefix: str, *_):
+        free_gathered(model)  # or a block would take them into what is freed after its next use
+        for name, p in model.named_parameters(remove_duplicate=False):
+            whole = state.get(prefix + name)
+            if not isinstance(p, DTensor) or whole is None or isinstance(whole, DTensor):
+                continue
+            if whole.shape == p.shape:  # else torch names both
+                _, start, stop = local_rows(p)
+                state[prefix + name] = split_as(whole[start:stop], p)
+
+    model.register_load_state_dict_pre_hook(split)
 
 
 @contextmanager

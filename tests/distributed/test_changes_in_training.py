@@ -252,6 +252,42 @@ def test_frozen_parts_of_an_adapter_and_states_of_frozen_weights_are_saved_and_l
             assert all(map(torch.equal, states, read)) and all(s.any() for s in states)
 
 
+def loaded(folder: str, out: str) -> list[tuple[dict, dict, list[bool]]]:
+    """By strategy: a model whose adapter PEFT has loaded after a forward, one that took all weights of a
+    plain model, and whether each of these is that model's to the bit."""
+    import fsdp_qlora as fq
+
+    found = []
+    plain = two_adapters(folder, fq.apply_adapters, seed=1)
+    for strategy in STRATEGIES:
+        model, other = sharded(folder, strategy), sharded(folder, strategy)
+        model(**BATCHES[0])  # leaves weights gathered under shard_grad_op
+        model.load_adapter(out, "default")
+        with torch.no_grad():
+            for p in other.parameters():
+                fq.local_rows(p)[0].zero_()
+        other.load_state_dict(plain.state_dict())
+        same = [
+            torch.equal(fq.full_tensor(p), q)
+            for p, q in zip(other.parameters(), plain.parameters(), strict=True)
+        ]
+        step(model, torch.optim.SGD(of_adapters(model).values(), 0.0), [BATCHES[0]])
+        found.append((whole(model), whole(other), same))
+    return found
+
+
+def test_whole_tensors_are_loaded_by_rows_through_peft_and_load_state_dict(folder, tmp_path):
+    wanted = two_adapters(folder, seed=1)
+    wanted.save_pretrained(tmp_path, selected_adapters=["default"])
+    file = load_file(tmp_path / "adapter_model.safetensors")
+    for found in run_ranks(loaded, 2, folder, str(tmp_path)):
+        for by_peft, by_torch, same in found:
+            for name, tensor in by_peft.items():
+                if ".default." in name:
+                    assert torch.equal(tensor, file[name.replace(".default.", ".")]), name
+            assert len(by_torch) == 56 and all(same)
+
+
 def test_one_process_without_a_group_saves_what_peft_saves(folder, tmp_path):
     import fsdp_qlora as fq
 
