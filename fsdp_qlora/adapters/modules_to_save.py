@@ -38,6 +38,7 @@ def apply_modules_to_save(
         names = [*names, *(end for end in ends if end not in names)]
     if not names:
         return
+    names, chosen = _with_tied_end(causal, names), []
     for end in names:
         found = [
             (name, m)
@@ -55,9 +56,9 @@ def apply_modules_to_save(
                 f"--modules_to_save {end}: this model's files store {lying[0]} transposed, so it "
                 "can't be trained in full beside adapters; adapt it instead"
             )
-        for _, module in found:
-            train_in(module, dtype)
-    model.peft_config[model.active_adapter].modules_to_save = _with_tied_end(causal, names)
+        chosen += [module for _, module in found]
+    train_in(chosen, dtype)
+    model.peft_config[model.active_adapter].modules_to_save = names
 
 
 def train_only(model: nn.Module, names: list[str]):

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from ..own_forward import compute_by
 
 
-def train_in(module: nn.Module, dtype: torch.dtype):
-    """Let a module be trained in `dtype` and compute in the dtype that it had, in place.
+def train_in(modules: nn.Module | list[nn.Module], dtype: torch.dtype):
+    """Let modules be trained in `dtype` and compute in the dtype that they had, in place.
 
-    dtype: that which it had, or fp32.
+    dtype: that which they had, or fp32. Modules that share a weight must come together.
     """
-    for part in module.modules():
+    modules = nn.ModuleList([modules] if isinstance(modules, nn.Module) else modules)
+    for part in modules.modules():
         own = list(part.parameters(recurse=False))
         if not own or hasattr(part, "compute_dtype"):
             continue
         part.compute_dtype = own[0].dtype
         if own[0].dtype != dtype:
             compute_by(part, _computed)
-    for p in module.parameters():
+    for p in modules.parameters():
         p.requires_grad_()
         p.data = p.data.to(dtype)
 

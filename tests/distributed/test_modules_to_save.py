@@ -191,6 +191,38 @@ def test_a_bf16_model_computes_in_bf16_and_stores_whole_modules_in_fp32(folder, 
             assert abs(ours - reference) < 0.01 * reference
 
 
+def dtypes_of(folder: str, cases: list[dict]) -> list[dict]:
+    """In each case what both ends of a model are stored in, and what goes into and out of the blocks."""
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.model.blocks import base_model, decoder_blocks, output_head
+
+    found = []
+    for case in cases:
+        config = RunConfig(
+            model_name=folder, device="cpu", train_type="lora", precision="bf16", **case
+        )
+        model, seen = build_model(config, torch.device("cpu")), {}
+        ends = base_model(model).get_input_embeddings(), output_head(model)
+        seen["stored"] = {end.weight.dtype for end in ends}
+        decoder_blocks(model)[0].register_forward_pre_hook(
+            lambda block, args, seen=seen: seen.update(blocks=args[0].dtype)
+        )
+        seen["logits"] = model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.dtype
+        found.append(seen | dict(loss=output_head(model).compute_dtype))
+    return found
+
+
+def test_both_ends_of_a_tied_model_compute_in_its_dtype_whichever_is_named(tied):
+    """Trained in fp32, they multiply in bf16, in the loss and in a forward that gives logits."""
+    names = ("embed_tokens", "lm_head", "embed_tokens,lm_head")
+    cases = [dict(modules_to_save=name) for name in names]
+    expected = dict(stored={torch.float32}) | dict.fromkeys(
+        ("blocks", "logits", "loss"), torch.bfloat16
+    )
+    assert run_ranks(dtypes_of, 1, tied, cases)[0] == [expected] * len(cases)
+
+
 @pytest.mark.parametrize(
     "settings, part",
     [
