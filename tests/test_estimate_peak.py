@@ -268,6 +268,27 @@ def test_peak_memory_is_near_what_two_h100s_measured():
     assert found == pytest.approx([compiled, eager], rel=0.02)
 
 
+def test_full_training_peaks_where_the_heads_gradient_is_made_or_reduced():
+    """8B on two H200s: 35.37 GiB; 42.10 where a graph's gradients stay. A table is 0.98 GiB in bf16.
+
+    While the root is reduced: the head's gradient sent in fp32, this rank's half of it in fp32 and in bf16,
+    and the whole one in bf16; the embedding and its gradient; and half of the blocks' gradients.
+    """
+    plan = Plan().change(
+        world_size=2, adapter="none", quant="none", micro_batch_size=1, context_length=2048,
+        activation_policy="keep_linears", compile=True, attention="fa4",
+    )  # fmt: skip
+    found = memory(LLAMA_8B, plan)
+    table, blocks = 128256 * 4096 * 2 / GIB, 32 * sum(LLAMA_8B.block_params().values()) * 2 / GIB
+    assert found.moment == "root's gradients reduced"
+    assert found.parts["gradients"] == pytest.approx(blocks / 2 + 5.5 * table, rel=1e-4)
+    assert found.parts["unsharded"] == pytest.approx(table)
+    assert found.peak_allocated == pytest.approx(35.37, rel=0.005)
+    stay = memory(LLAMA_8B, plan, cuda_graphs=True)
+    assert stay.moment == "loss backward" and stay.peak_allocated == pytest.approx(42.10, rel=0.005)
+    assert stay.parts["loss"] == pytest.approx(5 * table, rel=0.01)
+
+
 def test_of_large_tables_only_the_head_is_whole_and_only_for_the_loss():
     """Each is 128256 x 4096 in bf16, 0.98 GiB; FSDP would hold both, and buffers as large."""
     found = memory(LLAMA_8B, PRODUCT, world_size=2, context_length=2048, strategy="full_shard")

@@ -10,8 +10,8 @@ copies, transfers less what compute hides.
 
 Modules, each importing only from those before it: constants, attention, lengths, kinds, delta_nets,
 mamba2, lightning, mixers, experts, stored_weight, fp8_weights, weights, vocabulary, collectives,
-magnitudes, activations, kept, flops, gathered_units, peak, memory_traffic, compute, transfers, speed,
-policies, resolve, cost, question, failures, report, tasks.
+magnitudes, activations, kept, flops, gathered_units, end_of_backward, peak, memory_traffic, compute,
+transfers, speed, policies, resolve, cost, question, failures, report, tasks.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.

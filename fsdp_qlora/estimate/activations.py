@@ -362,11 +362,32 @@ def loss_bytes(shape: ModelShape, plan: Plan) -> float:
     At a chunk's widest place: logits and their gradient in the compute dtype, as the fused kernel
     of a GPU leaves them, and the gradient of the chunk before, or as much inside of the kernel where
     there is one chunk (measured for 1x512). An adapted head takes transformers'
-    own loss: all tokens' logits, cast to fp32, their log-softmax and both gradients.
+    own loss: all tokens' logits, cast to fp32, their log-softmax and both gradients. Of a trained head
+    the gradient is summed in fp32, and a chunk's part of it is there when its logits are gone.
     """
     a, n = plan.model.product_bytes, plan.batch.tokens
-    if plan.adapter.has_lora and "lm_head" in shape.targets(as_given(plan.adapter.targets)):
+    if _adapts_head(shape, plan):
         return n * shape.vocab * (12 + 2 * a)
-    rows = min(n, chunk_tokens(shape.vocab))
-    head = shape.vocab * shape.hidden * (4 + a) if trains_head(shape, plan) else 0
-    return rows * shape.vocab * a * 3 + head
+    logits = min(n, chunk_tokens(shape.vocab)) * shape.vocab * a
+    if not trains_head(shape, plan):
+        return 3 * logits
+    head = shape.vocab * shape.hidden
+    return 4 * head + max(3 * logits, logits + head * a)
+
+
+def loss_backward_bytes(shape: ModelShape, plan: Plan) -> float:
+    """A trained head's gradient in fp32, the same times that of the loss, and in the head's dtype.
+
+    With the gradient of the hidden states, which is multiplied too. 0 where the head is not trained.
+    """
+    if _adapts_head(shape, plan) or not trains_head(shape, plan):
+        return 0.0
+    own = BYTES[plan.trained_dtype]
+    of_head = shape.vocab * shape.hidden * (8 + (own if own < 4 else 0))
+    return of_head + 2 * plan.batch.tokens * shape.hidden * plan.model.product_bytes
+
+
+def _adapts_head(shape: ModelShape, plan: Plan) -> bool:
+    """Whether the head has an adapter."""
+    targets = as_given(plan.adapter.targets)
+    return plan.adapter.has_lora and "lm_head" in shape.targets(targets)

@@ -6,8 +6,9 @@ Follows sharding/fsdp.py and training/step.py. Both are counted once for all mix
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
-from ..plan import Plan
+from ..plan import BYTES, Plan
 from .kinds import most_of_blocks
+from .stored_weight import Weight
 from .weights import (
     EMBEDDING,
     all_trained,
@@ -19,7 +20,9 @@ from .weights import (
     most_trained,
     root_weights,
     trained_bytes,
+    trained_ends,
     trained_on_host,
+    trains_end,
     widest_block,
 )
 
@@ -33,6 +36,7 @@ class GatheredUnits:
 
     def __init__(self, shape: ModelShape, plan: Plan):
         self.plan, self.layers = plan, shape.layers
+        self.trains_embedding = trains_end(shape, plan, EMBEDDING)
         self.embedding = gathered(embedding_weights(shape, plan), plan)
         self.root = gathered(root_weights(shape, plan), plan)
         self.unit, self.next = _unit_bytes(shape, plan)
@@ -63,6 +67,21 @@ class GatheredUnits:
         """
         return self.all_blocks(0.0) + self.flat * self.unit
 
+    def at_loss_backward(self) -> float:
+        """In the loss's backward: the root, and the flat buffer of the last block's unit, gathered ahead."""
+        sharding = self.plan.sharding
+        ahead = sharding.resharded and sharding.backward_prefetch == "backward_pre"
+        return self.all_blocks(0.0) + self.flat * self.unit * ahead
+
+    def at_embedding_backward(self) -> float:
+        """In the embedding's backward: the root's and its own."""
+        return self.root + self.at_end_of_backward()
+
+    def at_end_of_backward(self) -> float:
+        """When only the embedding is left: the root is freed before its gradients are reduced."""
+        there = not self.plan.sharding.resharded or self.trains_embedding
+        return self.embedding * there
+
     def all_blocks(self, resharded: float) -> float:
         """The root, and all that was gathered before, or what is left of it where it is freed."""
         if self.plan.sharding.resharded:
@@ -87,7 +106,7 @@ class GatheredUnits:
             return self.root + self.embedding + whole * self.average
         ahead = self.next
         if block == 0 and plan.sharding.wrap_policy != "attention_mlp":
-            ahead = self.embedding if plan.adapter.trains(EMBEDDING) else 0.0
+            ahead = self.embedding * self.trains_embedding
         if not self.flat:
             return self.root + self.unit + (self.streamed if block else 0.0)
         return self.root + self.unit + ahead * (plan.sharding.backward_prefetch != "none")
@@ -112,26 +131,65 @@ class WaitingGradients:
     """Bytes of one rank's gradients; `held` are those of earlier micro-batches, all through a forward.
 
     The host has them where they are offloaded. A CUDA graph adds to tensors that stay for the whole run.
+    FSDP2 keeps those of a unit whole until the unit is reduced, the root's until the backward's end.
     """
 
     def __init__(self, shape: ModelShape, plan: Plan):
-        on_host, self.last = trained_on_host(shape, plan), shape.layers - 1
-        self.whole = 0.0 if on_host else all_trained(shape, plan, plan.sharding.shard_ranks)
-        if (
-            plan.sharded and plan.loop.no_sync and plan.batch.accumulation > 1
-        ):  # whole, in the reduce dtype
-            self.whole = all_trained(shape, plan, 1, "fp32")
+        ranks = plan.sharding.shard_ranks
+        self.plan, self.layers = plan, shape.layers
+        self.on_host = trained_on_host(shape, plan)
+        self.reduced = 0.0 if self.on_host else all_trained(shape, plan, ranks)
+        self.block = 0.0 if self.on_host else average_trained(shape, plan, ranks)
         self.stay = plan.batch.accumulation > 1 or plan.replays(shape)
-        self.held = self.whole if self.stay else 0.0
-        self.root = trained_bytes(root_weights(shape, plan), 1, plan)
-        self.block = 0.0 if on_host else average_trained(shape, plan, plan.sharding.shard_ranks)
+        self.held = self.reduced if self.stay else 0.0
+        # Without a reduction in all micro-batches but the last they wait whole, in the reduce dtype.
+        self.whole_block = 0.0
+        if plan.sharded and plan.loop.no_sync and plan.batch.accumulation > 1:
+            self.held = all_trained(shape, plan, 1, "fp32")
+            self.whole_block = average_trained(shape, plan, 1, "fp32")
+        self.adds_often = plan.batch.accumulation > 2
+        self.embedding = trained_bytes(
+            trained_ends(shape, plan, embedding_weights(shape, plan)), 1, plan
+        )
+        self.root = trained_bytes(trained_ends(shape, plan, root_weights(shape, plan)), 1, plan)
+        if self.stay and not plan.sharded and not shape.tied:
+            self.root = 0.0  # added to what is held as soon as it is there
+        # Of hybrids a block's sum in fp32 stays to the backward's end (`_all_reduce_state` of torch).
+        cast = plan.sharding.facts.is_hybrid and BYTES[plan.trained_dtype] < 4
+        self.summed = average_trained(shape, plan, ranks, "fp32") if cast else 0.0
         # The input of the last reduce-scatter, which FSDP2 keeps until the next.
-        self.reduced = most_trained(shape, plan, "fp32") if plan.sharded else 0.0
+        self.sent = most_trained(shape, plan, "fp32") if plan.sharded else 0.0
 
     def in_backward(self, block: int) -> float:
         """Alive when the backward has come to `block`: those of the blocks after it, and the root's."""
-        later = self.last - block
-        new = (
-            0.0 if self.stay else min(later * self.block, self.whole)
-        )  # chosen blocks may come first
-        return self.held + new + (self.reduced if later else 0.0) + self.root
+        return self.after(self.layers - 1 - block) + self.root
+
+    def at_embedding(self) -> float:
+        """When the embedding's own has come, last of all: beside the one that a tied head has given."""
+        own = self.embedding or self.root
+        return self.after(self.layers) + self.root + own
+
+    def after(self, blocks: int) -> float:
+        """Those of earlier micro-batches, and of so many blocks of this one with what was sent last."""
+        sent = blocks * self.summed + (self.sent if blocks else 0.0)
+        if self.whole_block:  # of the last micro-batch, the first, and one between them
+            left = self.held - blocks * (self.whole_block - self.block)
+            return max(left + sent, blocks * self.whole_block, self.held * self.adds_often)
+        return self.held + self._new(blocks) + sent
+
+    def of_blocks(self) -> float:
+        """When all blocks of the last micro-batch are reduced: theirs, and what else was reduced before."""
+        summed = self.layers * self.summed
+        if self.whole_block:
+            return self.layers * self.block + summed
+        return self.held + self._new(self.layers) + summed
+
+    def _new(self, blocks: int) -> float:
+        """Reduced ones of so many blocks that are not added to others; chosen blocks may come first."""
+        return 0.0 if self.stay else min(blocks * self.block, self.reduced)
+
+    def new_part(self, unit: list[Weight]) -> float:
+        """This rank's part of a unit's, where it is not added to what was there before."""
+        if self.on_host or self.stay and not self.whole_block:
+            return 0.0
+        return trained_bytes(unit, self.plan.sharding.shard_ranks, self.plan)

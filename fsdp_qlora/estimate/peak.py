@@ -10,21 +10,28 @@ from dataclasses import dataclass, field
 from ..catalog.arch import ModelShape
 from ..choices import OPTIMIZERS, POLICIES
 from ..choices.optimizers import CHUNK, TOGETHER
-from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES, resharding
+from ..choices.strategies import BUCKET_BYTES, resharding
 from ..plan import BYTES, Plan, Runs
 from . import constants
-from .activations import block_input, loss_bytes
+from .activations import block_input, loss_backward_bytes, loss_bytes
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
+from .end_of_backward import end_of_backward
 from .experts import hole_of_block
 from .gathered_units import GatheredUnits, WaitingGradients
 from .kept import Kept, offloaded_of_blocks
-from .vocabulary import cast_head_bytes, head_bytes, whole_embedding_bytes
+from .vocabulary import (
+    cast_head_bytes,
+    head_bytes,
+    rows_in_flight,
+    trains_embedding,
+    whole_embedding_bytes,
+)
 from .weights import all_trained, all_weights, optimizer_bytes, resident_bytes, trained_on_host
 
 GIB = 2**30
 _CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
-_UPDATE = "optimizer's update"
+_UPDATE, _LOSS_BACKWARD = "optimizer's update", "loss backward"
 PARTS = (
     "linears",
     "absmax",
@@ -139,6 +146,7 @@ class Peak:
             self.loose = GatheredUnits(shape, freed)
         self.update = _update_bytes(shape, plan)
         self.fixed = self.fixed_moments()
+        self.ends = end_of_backward(shape, plan, self.gradients, self.window)
         self.head, self.embedding = head_bytes(shape, plan), whole_embedding_bytes(shape, plan)
         self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if plan.sharding.world_size > 1 else 0))
 
@@ -162,7 +170,7 @@ class Peak:
         shape, plan, grads = self.shape, self.plan, self.gradients
         n, d, a = plan.batch.tokens, shape.hidden, BYTES[plan.model.stored_dtype]
         bucket = (
-            min(grads.whole, BUCKET_BYTES)
+            min(grads.reduced, BUCKET_BYTES)
             if plan.sharding.world_size > 1 and not plan.sharded
             else 0.0
         )
@@ -171,7 +179,7 @@ class Peak:
         kept, work = (n * d * a, 2 * n * d * a) if plan.loop.compile else (n * d * 4, 5 * n * d * 4)
         return {
             "embedding": dict(
-                gradients=grads.held, working=n * d * a + 2 * PIECE_BYTES * plan.by_rows
+                gradients=grads.held, working=n * d * a + rows_in_flight(shape, plan)
             ),
             "last block gathered": dict(gradients=grads.held, activations=block_input(shape, plan)),
             "loss": dict(
@@ -180,9 +188,15 @@ class Peak:
                 gradients=grads.held,
                 working=cast_head_bytes(shape, plan),
             ),
+            _LOSS_BACKWARD: dict(
+                activations=kept, loss=loss_backward_bytes(shape, plan), gradients=grads.held
+            ),
             "final norm": dict(activations=kept, working=work, gradients=grads.held + grads.root),
-            "gradients reduced": dict(gradients=grads.whole + bucket),
-            _UPDATE: dict(gradients=grads.whole, working=self.update),
+            "embedding's backward": dict(
+                gradients=grads.at_embedding() * trains_embedding(shape, plan), working=n * d * a
+            ),
+            "gradients reduced": dict(gradients=grads.reduced + bucket),
+            _UPDATE: dict(gradients=grads.reduced, working=self.update),
         }
 
     def moments(
@@ -201,7 +215,9 @@ class Peak:
                 window.at_last_block(),
             ),
             "loss": (kept, window.at_loss() + head),
+            _LOSS_BACKWARD: (kept, window.at_loss_backward()),
             "final norm": (kept, window.at_loss()),
+            "embedding's backward": (0.0, window.at_embedding_backward()),
             "gradients reduced": (0.0, 0.0),
             _UPDATE: (0.0, 0.0),
         }
@@ -212,10 +228,11 @@ class Peak:
             )
             for name, (before, gathered) in more.items()
         }
-        return found | {
+        found |= {
             name: self.in_block_backward(runs, policy, block, window)
             for name, (policy, block) in _block_moments(runs).items()
         }
+        return found | self.ends
 
     def in_block_backward(
         self, runs: Runs, policy: str, block: int, window: GatheredUnits
@@ -268,7 +285,8 @@ class Peak:
         """What the slack is in proportion to, by the name of the constant.
 
         Of the moment at which most comes and goes: not units that stay gathered, nor blocks that one GPU
-        streams, which come back to where they were; but the head that it fetches for the loss.
+        streams, which come back to where they were; but the head that it fetches for the loss. Gradients of
+        a trained head are segments of their own, which each step finds again.
         """
         alone = self.plan.sharding.shard_ranks == 1
         share = "SLACK_" + self.stays(runs)
@@ -280,7 +298,7 @@ class Peak:
                 "SLACK_GATHERED": parts["unsharded"] * (not alone),
             }
             for name, parts in self.moments(runs, self.loose).items()
-            if name != _UPDATE
+            if name not in (_UPDATE, _LOSS_BACKWARD)
         ]
         return max(moments, key=lambda m: sum(getattr(constants, name) * m[name] for name in m))
 

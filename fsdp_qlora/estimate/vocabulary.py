@@ -6,8 +6,9 @@ Follows memory/vocab_parallel.py and the loss.
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
+from ..choices.strategies import PIECE_BYTES
 from ..plan import BYTES, Plan
-from .weights import EMBEDDING, HEAD
+from .weights import EMBEDDING, HEAD, trains_end
 
 
 def head_bytes(shape: ModelShape, plan: Plan) -> float:
@@ -32,6 +33,16 @@ def travelling_rows(rows: int, plan: Plan) -> float:
     return min(plan.sharding.shard_ranks * plan.batch.tokens, rows)
 
 
+def rows_in_flight(shape: ModelShape, plan: Plan) -> float:
+    """Bytes of an embedding's rows that are found, and of their sum; they travel a piece at a time."""
+    sizes = (
+        travelling_rows(rows, plan) * width
+        for rows, width in embeddings_by_rows(shape, plan)
+        if travelling_rows(rows, plan) < rows
+    )
+    return 2 * min(PIECE_BYTES, max(sizes, default=0) * BYTES[plan.model.stored_dtype])
+
+
 def whole_embedding_bytes(shape: ModelShape, plan: Plan) -> float:
     """The largest embedding that is gathered whole to look rows up; 0 where single rows travel."""
     if plan.sharding.shard_ranks == 1:
@@ -46,7 +57,12 @@ def whole_embedding_bytes(shape: ModelShape, plan: Plan) -> float:
 
 def trains_head(shape: ModelShape, plan: Plan) -> bool:
     """Whether the head's weights are trained themselves; those of a tied one are the embedding's."""
-    return plan.adapter.trains(HEAD) or shape.tied and plan.adapter.trains(EMBEDDING)
+    return trains_end(shape, plan, HEAD) or shape.tied and trains_end(shape, plan, EMBEDDING)
+
+
+def trains_embedding(shape: ModelShape, plan: Plan) -> bool:
+    """Whether the embedding's weights are trained, which a tied head's are."""
+    return trains_end(shape, plan, EMBEDDING) or shape.tied and trains_head(shape, plan)
 
 
 def cast_head_bytes(shape: ModelShape, plan: Plan) -> float:

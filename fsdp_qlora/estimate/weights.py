@@ -179,23 +179,26 @@ def embedding_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
 
 
 def root_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
-    """What is left to the root: the final norm, the head or tied embedding, and what else is in no block."""
+    """What is left to the root: the final norm, the head or tied embedding, and what else is in no block.
+
+    The head is after the norm, as in the model; of other order nothing depends.
+    """
     end = EMBEDDING if shape.tied and plan.adapter.trains(EMBEDDING) else HEAD
-    weights = [
-        plain(
-            "embedding" if shape.tied else "head",
-            shape.vocab,
-            shape.hidden,
-            plan.dtype(end),
-            plan.adapter.trains(end),
-        ),
-        *[plain("norms", shape.hidden, 1, plan.dtype("norm"), plan.adapter.trains("norm"))]
-        * shape.traits.norm_parts,
-    ]
+    table = plain(
+        "embedding" if shape.tied else "head",
+        shape.vocab,
+        shape.hidden,
+        plan.dtype(end),
+        plan.adapter.trains(end),
+    )
+    norm = plain("norms", shape.hidden, 1, plan.dtype("norm"), plan.adapter.trains("norm"))
+    norms = [norm] * shape.traits.norm_parts
+    weights = [table, *norms] if shape.tied else [*norms, table]
     if rows := shape.learned_positions:
-        weights.append(
-            plain("norms", rows, shape.hidden, plan.dtype("wpe"), plan.adapter.trains("wpe"))
+        positions = plain(
+            "norms", rows, shape.hidden, plan.dtype("wpe"), plan.adapter.trains("wpe")
         )
+        weights.insert(0, positions)
     targets = shape.targets(as_given(plan.adapter.targets)) if plan.adapter.has_lora else ()
     if "lm_head" in targets:
         weights += adapter("lm_head", shape.vocab, shape.hidden, plan)
@@ -206,6 +209,22 @@ def root_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
         kind = "embedding" if name.startswith(EMBEDDING) else "norms"
         weights.append(plain(kind, rows, width, plan.dtype(name), plan.adapter.trains(name)))
     return weights
+
+
+def trains_end(shape: ModelShape, plan: Plan, name: str) -> bool:
+    """Whether the weights of a module outside of blocks are trained; full training may name modules."""
+    named = {module.rsplit(".", 1)[-1] for module in plan.adapter.only_modules}
+    return plan.adapter.trains(name) and (name in named or trained_share(shape, plan) == 1)
+
+
+def trained_ends(shape: ModelShape, plan: Plan, weights: list[Weight]) -> list[Weight]:
+    """Of weights outside of blocks, the trained ones."""
+    names = dict(embedding=EMBEDDING, head=HEAD, norms="norm")
+    return [
+        w
+        for w in weights
+        if w.trained and (w.kind not in names or trains_end(shape, plan, names[w.kind]))
+    ]
 
 
 def all_weights(shape: ModelShape, plan: Plan) -> list[tuple[Weight, int]]:
