@@ -49,6 +49,8 @@ _OLD_OPTIMIZERS = ("cc5469f", "c585e58", "a9a801c")
 _OLD_SUMS = ("638255a",)
 # Attention with sinks kept its output in the order of heads, and again in that of tokens.
 _OLD_SINKS = ("208ff0b", "0342d6a")
+# The input of a compiled first block stayed on the GPU beside what offload had moved.
+_OLD_INPUTS = ("853ac22", "a9a801c")
 # Delta nets on plain torch solved triangular systems, and had three products and more for each chunk.
 _OLD_RULES = ("c585e58",)
 _EARLY_PEAKS = "5e23f3d"  # whose peaks of replayed rows are those of the row before
@@ -106,7 +108,10 @@ class Compared:
     def old_memory(self) -> bool:
         """Whether other code than today's took the memory, or torch's peak is not the step's."""
         sinks = self.row.commit in _OLD_SINKS and self.shape.traits.attention == "sinks"
-        return self.old_units or self.row.commit in _OLD_SUMS or sinks or self.other_peak
+        offloads = self.row.activation_offload and self.row.compile
+        inputs = self.row.commit in _OLD_INPUTS and offloads
+        sums = self.row.commit in _OLD_SUMS
+        return self.old_units or sums or sinks or inputs or self.other_peak
 
     @property
     def old_reserved(self) -> bool:
