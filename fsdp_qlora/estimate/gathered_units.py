@@ -139,6 +139,8 @@ class WaitingGradients:
         self.plan, self.layers = plan, shape.layers
         self.on_host = trained_on_host(shape, plan)
         self.reduced = 0.0 if self.on_host else all_trained(shape, plan, ranks)
+        # Of these, what is no adapter's.
+        self.of_weights = 0.0 if self.on_host else all_trained(shape, plan, ranks, adapters=False)
         self.block = 0.0 if self.on_host else average_trained(shape, plan, ranks)
         self.stay = plan.batch.accumulation > 1 or plan.replays(shape)
         self.held = self.reduced if self.stay else 0.0

@@ -157,7 +157,8 @@ class Peak:
         moment = max(totals, key=totals.__getitem__)
         always = sum(self.static.values())
         parts = dict.fromkeys(PARTS, 0.0) | self.static | found[moment]
-        parts |= dict(slack=self.slack(runs) + self.beside_update(totals), context=self.context)
+        unused = self.slack(runs) + self.beside_update(totals) + self.beside_gradients(found)
+        parts |= dict(slack=unused, context=self.context)
         return Memory(
             {name: b / GIB for name, b in parts.items()},
             moment,
@@ -254,6 +255,19 @@ class Peak:
         """What torch has reserved beside the peak for the update, which finds no hole as large."""
         before = max(total for name, total in totals.items() if name != _UPDATE)
         return before + self.update - max(totals.values())
+
+    def beside_gradients(self, found: dict[str, dict[str, float]]) -> float:
+        """What torch has reserved beside the peak for gradients of the model's own weights, until they come.
+
+        FSDP2 makes them on a stream of its own, whose memory nothing else takes once they are freed. Those
+        of adapters are in the constants of slack, which rows of adapters have set.
+        """
+        own = self.gradients.of_weights
+        if self.gradients.stay or self.plan.sharding.shard_ranks == 1:
+            return 0.0
+        totals = {name: sum(parts.values()) for name, parts in found.items()}
+        without = (totals[name] - min(own, parts["gradients"]) for name, parts in found.items())
+        return max(0.0, max(without) + own - max(totals.values()))
 
     def slack(self, runs: Runs) -> float:
         """Bytes that torch has reserved and does not use at the peak."""

@@ -269,11 +269,14 @@ def optimizer_bytes(shape: ModelShape, plan: Plan) -> float:
     return weights * OPTIMIZERS[plan.optimizer.optimizer].state_bytes(own)
 
 
-def all_trained(shape: ModelShape, plan: Plan, ranks: int, dtype: str = "") -> float:
-    """`trained_bytes` of the whole model."""
+def all_trained(
+    shape: ModelShape, plan: Plan, ranks: int, dtype: str = "", adapters: bool = True
+) -> float:
+    """`trained_bytes` of the whole model, or of its own weights without adapters."""
     return trained_share(shape, plan) * sum(
         count * trained_bytes([weight], ranks, plan, dtype)
         for weight, count in all_weights(shape, plan)
+        if adapters or weight.kind != "adapters"
     )
 
 
