@@ -772,6 +772,9 @@ PEFTS = {
     "second": dict(adapters={"default": {}, "second": dict(r=2, target_modules=["q_proj"])}),
     "another name": dict(adapters={"mine": {}}),
     "whole modules": dict(adapters={"mine": dict(modules_to_save=["lm_head"])}),
+    "whole modules of two": dict(
+        adapters={name: dict(modules_to_save=["lm_head"]) for name in ("default", "mine")}
+    ),
     "magnitudes": dict(adapters={"default": {}, "mine": dict(use_dora=True)}),
     "tokens": dict(adapters={"default": dict(trainable_token_indices=[1, 2])}),
 }

@@ -102,11 +102,17 @@ def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     marks = {name: torch.empty(0) for name in named}
     chosen = get_peft_model_state_dict(model, marks, active, save_embedding_layers=False)
     of_adapter = {id(mark) for mark in chosen.values()}
-    whole = [f".{end}." for end in model.peft_config[active].modules_to_save or ()]
+    ends = [f".{end}." for end in model.peft_config[active].modules_to_save or ()]
+
+    def is_whole(name: str) -> bool:
+        """Whether it is of `modules_to_save`, in no wrapper of PEFT: `chosen` has what wrappers train."""
+        wrapped = ".original_module." in name or ".modules_to_save." in name
+        return not wrapped and any(end in name for end in ends)
+
     return {
         name: p
         for name, p in named.items()
-        if p.requires_grad or id(marks[name]) in of_adapter or any(end in name for end in whole)
+        if p.requires_grad or id(marks[name]) in of_adapter or is_whole(name)
     }
 
 
