@@ -7,17 +7,15 @@ respect to the hidden states at once, so backward has no head product left to do
 `apply_chunked_cross_entropy` changes the model's own forward, so `model(**batch, labels=...).loss` is all
 that a training loop needs, as with any transformers model, and FSDP's hooks see one forward.
 
-What a model does to the head's output (Granite divides, Cohere multiplies, Gemma 2 caps) is part of the
-model's own forward, which is not called here, so the loss must do the same. No table says what that is:
-the forward is run once on a stand-in for the decoder and one for the head, which costs nothing, and what
-comes out is compared with what went in (`_logit_map`).
+What a model does to the head's output is part of its own forward, which is not called here, so the loss
+does the same (`logit_map.py`).
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -33,10 +31,10 @@ from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
 from ..model.sequence_parallel import SequenceParallel, rows_are_cut
 from ..quantization.quantize import compute_input
+from .logit_map import decoder, logit_map
 from .vocab_parallel import gathered_weight
 
 IGNORE = -100
-_PROBE_TOKENS, _PROBE_VOCABULARY = 2, 64  # of the stand-ins in `_logit_map`
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -121,7 +119,7 @@ def _loss_of_logits(
 
     Each token's is multiplied by its weight, if there are any. Between them the number of labels that
     have the largest logit, alone or not. The gradient is softmax(logits) - onehot(label), zero where the
-    label is ignored; what the model does to the head's output first (`_logit_map`) is followed back.
+    label is ignored; what the model does to the head's output first (`logit_map`) is followed back.
     """
     capped = logits.float()
     if scale != 1:
@@ -194,7 +192,7 @@ def _chunked_forward(
     else:
         masks = rows_alone(model.config) if _are_alone(kwargs) else nullcontext()
     with masks:
-        outputs = _decoder(model)(input_ids=input_ids, **kwargs)
+        outputs = decoder(model)(input_ids=input_ids, **kwargs)
     head = output_head(model)
     hidden, labels, loss_weights = _counted(
         outputs.last_hidden_state.flatten(0, 1), labels.flatten(), loss_weights
@@ -247,9 +245,9 @@ def _are_alone(given: dict) -> bool:
 def _as_asked(loss: Tensor, outputs: Any, given: dict, as_tuple: bool):
     """The loss with what else the decoder was asked for; a cache that nobody wants is let go of."""
     cached = given.get("use_cache") or given.get("past_key_values") is not None
-    kept = {"past_key_values": bool(cached), "hidden_states": True, "attentions": True}
+    names = ["hidden_states", "attentions"] + ["past_key_values"] * bool(cached)
     found = CausalLMOutputWithPast(
-        loss=loss, **{name: getattr(outputs, name, None) for name, keep in kept.items() if keep}
+        loss=loss, **{name: getattr(outputs, name, None) for name in names}
     )
     return found.to_tuple() if as_tuple else found
 
@@ -312,7 +310,7 @@ def apply_chunked_cross_entropy(
     """
     causal = base_model(model)
     linear = isinstance(output_head(model), nn.Linear)
-    after_head = _logit_map(causal) if linear else None
+    after_head = logit_map(causal) if linear else None
     if after_head is None and sequence:
         raise ValueError(
             f"--sequence_parallel {sequence.size}: the loss of {type(causal).__name__} needs whole rows, "
@@ -341,97 +339,3 @@ def _refuse_weights(causal: nn.Module, args: tuple, kwargs: dict) -> None:
             f"--weight_column: {type(causal).__name__} computes its own loss, which takes no weights "
             "(its head is adapted, or its logits are made in an unknown way); leave the flag out"
         )
-
-
-# ---- what comes after the head ----------------------------------------------------------------
-
-
-class _DecoderOutputs(tuple):
-    """A decoder's outputs of which there is only the last hidden state."""
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        return self[0]
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-def _logit_map(causal: nn.Module) -> tuple[float, float | None] | None:
-    """(scale, cap) with logits = cap tanh(scale x / cap) of the head's x, or scale x without a cap.
-
-    None if the model does something else between its decoder's output and its logits.
-    """
-    hidden = torch.linspace(-1, 1, _PROBE_TOKENS * _width(causal)).view(1, _PROBE_TOKENS, -1)
-    given = torch.linspace(-8, 8, _PROBE_TOKENS * _PROBE_VOCABULARY).view(
-        1, _PROBE_TOKENS, _PROBE_VOCABULARY
-    )
-    try:
-        taken, logits = _logits_of(causal, hidden, given)
-    except Exception:  # noqa: BLE001  a forward of another kind, which is left as it is
-        return None
-    if not torch.equal(taken, hidden) or logits.shape != given.shape:
-        return None
-    cap = getattr(causal.config.get_text_config(), "final_logit_softcapping", None)
-    scale = _slope(given, logits, cap)
-    expected = given * scale
-    if cap:
-        expected = cap * torch.tanh(expected / cap)
-    return (scale, cap) if torch.allclose(logits, expected, rtol=1e-4, atol=1e-5) else None
-
-
-def _decoder(causal: nn.Module) -> nn.Module:
-    """What gives the head its input. Llama 4's class says that it is its own base model."""
-    base: Any = causal.base_model
-    return causal.get_decoder() if base is causal else base
-
-
-def _width(causal: nn.Module) -> int:
-    """D of the head's input."""
-    head = output_head(causal)
-    return getattr(head, "in_features", 1)
-
-
-def _slope(given: Tensor, logits: Tensor, cap: float | None) -> float:
-    """What the logits may have been multiplied by, found at a small one; 1 if rounding is all."""
-    at = given.abs().argmin()
-    value = logits.flatten()[at]
-    if cap:
-        value = cap * torch.atanh(value / cap)
-    found = (value / given.flatten()[at]).item()
-    return 1.0 if abs(found - 1) < 1e-4 else found
-
-
-@torch.no_grad()
-def _logits_of(causal: nn.Module, hidden: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """The head's input and the model's logits, if the decoder gives `hidden` and the head `given`."""
-    taken = []
-
-    def head(x: Tensor) -> Tensor:
-        taken.append(x)
-        return given
-
-    with ExitStack() as stack:
-        stack.enter_context(
-            _standing_in(_decoder(causal), lambda *_, **__: _DecoderOutputs((hidden,)))
-        )
-        stack.enter_context(_standing_in(output_head(causal), head))
-        logits = causal(input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long)).logits
-    (x,) = taken
-    return x, logits.float()
-
-
-@contextmanager
-def _standing_in(module: nn.Module, forward):
-    """Let a module compute something else for a while."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own

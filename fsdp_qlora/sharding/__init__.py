@@ -1,7 +1,7 @@
 """What is split over the ranks, and when it is gathered. `fsdp.py` alone knows torch's FSDP.
 
 Modules, each importing only from those before it: units, prefetch, ddp, stale_optimizers,
-dropout_seeds, fsdp.
+dropout_seeds, own_scripts, fsdp.
 """
 
 from ..choices import STRATEGIES

@@ -35,19 +35,18 @@ from ..choices import Strategy, StrategyName, strategy_named
 from ..dist import (
     broadcast,
     hybrid_mesh,
-    local_rows,
     main_device_type,
     ranks_from_env,
     resolve_shard_group_size,
     serves_host,
     shard_mesh,
-    split_as,
 )
 from ..memory.vocab_parallel import apply_vocab_parallel, vocab_parallel_weights
 from ..memory.weight_streaming import apply_streaming
 from ..model.blocks import base_model
 from .ddp import GradientReducer
 from .dropout_seeds import check_masks
+from .own_scripts import check_first_forwards, check_storage, take_whole_tensors
 from .prefetch import (
     BackwardPrefetch,
     apply_backward_prefetch,
@@ -107,7 +106,7 @@ def apply_sharding(
     _answer_other_trainers(model)
     row = strategy_named(strategy)
     check_prefetch(backward_prefetch)
-    _check_storage(model)
+    check_storage(model)
     if mesh is None:
         mesh = make_mesh(row.name, torch.device(main_device_type()))
     elif isinstance(mesh, dist.ProcessGroup):
@@ -147,9 +146,8 @@ def apply_sharding(
         keep_gathered(model)
     _gather_to_generate(model)
     _free_after_unrecorded_forwards(model)
-    _refuse_inference_tensors(model)
-    _refuse_untrained(model)
-    _take_whole_tensors(model)
+    check_first_forwards(model)
+    take_whole_tensors(model, free_gathered)
     _tell_adapters(model)
     refuse_to_train(before.keys() - set(model.parameters()))
     if optimizer is not None:
@@ -241,22 +239,6 @@ def _mesh_device(mesh) -> torch.device:
     )
 
 
-def _check_storage(model: nn.Module):
-    """Refuse bitsandbytes 4-bit weights whose storage FSDP would gather in a wrong way.
-
-    Raises ValueError: quant_storage must be the dtype of the model's other weights.
-    """
-    from bitsandbytes.nn import Params4bit
-
-    packed = {p.dtype for p in model.parameters() if isinstance(p, Params4bit)}
-    if packed and not all(dtype.is_floating_point for dtype in packed):
-        raise ValueError(
-            "bitsandbytes weights are stored as integers, which FSDP can't shard with "
-            "the rest; load with BitsAndBytesConfig(bnb_4bit_quant_storage=<the "
-            "model's dtype>)"
-        )
-
-
 def is_sharded(model: nn.Module) -> bool:
     """True if FSDP owns the model's parameters."""
     return isinstance(model, FSDPModule)
@@ -293,68 +275,6 @@ def _free_after_unrecorded_forwards(model: nn.Module):
             free_gathered(model)
 
     model.register_forward_hook(free)
-
-
-def _refuse_inference_tensors(model: nn.Module):
-    """Raise ValueError if the first forward is in inference mode, in which FSDP would make its buffers.
-
-    No gradient could pass them later.
-    """
-
-    def check(*_):
-        if torch.is_inference_mode_enabled():
-            raise ValueError(
-                "the first forward of a sharded model can't be in torch.inference_mode, or "
-                "training would fail later; use torch.no_grad"
-            )
-        handle.remove()
-
-    handle = model.register_forward_pre_hook(check, prepend=True)
-
-
-def _refuse_untrained(model: nn.Module):
-    """Raise ValueError in the first forward with autograd for what FSDP does not see.
-
-    A weight that came later, whose gradient no rank would average, and a hook on a shard's gradient:
-    autograd knows the gathered weight, so it would never run.
-    """
-
-    def check(*_):
-        if not torch.is_grad_enabled():
-            return
-        for name, p in model.named_parameters():
-            if not isinstance(p, DTensor) and p.requires_grad and dist.get_world_size() > 1:
-                raise ValueError(
-                    f"{name} came after apply_sharding, so nothing would average its gradients over "
-                    "ranks; give it to the model first"
-                )
-            if isinstance(p, DTensor) and p._backward_hooks:
-                raise ValueError(
-                    f"{name} has a hook of register_hook, which never runs on a sharded weight; use "
-                    "register_post_accumulate_grad_hook, which is given the weight with its gradient"
-                )
-        handle.remove()
-
-    handle = model.register_forward_pre_hook(check, prepend=True)
-
-
-def _take_whole_tensors(model: nn.Module):
-    """Let `load_state_dict` take whole tensors, of which each rank keeps its rows.
-
-    PEFT's `load_adapter` gives such to an adapter that the model has already.
-    """
-
-    def split(module, state: dict, prefix: str, *_):
-        free_gathered(model)  # or a block would take them into what is freed after its next use
-        for name, p in model.named_parameters(remove_duplicate=False):
-            whole = state.get(prefix + name)
-            if not isinstance(p, DTensor) or whole is None or isinstance(whole, DTensor):
-                continue
-            if whole.shape == p.shape:  # else torch names both
-                _, start, stop = local_rows(p)
-                state[prefix + name] = split_as(whole[start:stop], p)
-
-    model.register_load_state_dict_pre_hook(split)
 
 
 @contextmanager
