@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..model.blocks import decoder_blocks, final_norm
+from ..model.blocks import decoder_blocks, final_norm, gets_cache
 
 _Names = list[tuple[nn.Module, str]]
 
@@ -40,8 +40,7 @@ def _as_trained(module: nn.Module, forward, trained: _Names, goes_on: bool, *arg
 
     goes_on: the next block, too, is to see that its input takes a gradient.
     """
-    generates = kwargs.get("past_key_values") is not None
-    if torch.is_grad_enabled() or not module.training or generates:
+    if torch.is_grad_enabled() or not module.training or gets_cache(*args, **kwargs):
         return forward(*args, **kwargs)
     with torch.enable_grad(), _taking_gradients(trained):
         out = forward(*args, **kwargs)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from peft import PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from ..adapters import apply_fp8
 from ..build import compile_blocks
@@ -30,6 +30,7 @@ from ..memory.checkpointing_policy import apply_activation_policy
 from ..memory.tiled_mlp import apply_tiled_mlp
 from ..model.attention_kernels import apply_attention_tiles
 from ..model.blocks import decoder_blocks
+from ..observe.compilations import say_what_runs_eager
 from ..optim import CompactAdamW
 from ..sharding import OnHost, free_gathered, is_sharded
 from ..training.step import clip_gradients
@@ -122,6 +123,7 @@ class ShardedTrainerMixin(CheckpointMixin):
         if compile:
             compile_blocks(self.model, dynamic=True)
             compute_as_trained(self.model)
+            self.add_callback(_SaysWhatRunsEager())
         if use_activation_cpu_offload:
             _check_recomputes(policies)
             apply_activation_offload(self.model, policies)
@@ -239,6 +241,13 @@ class ShardedTrainer(ShardedTrainerMixin, Trainer):
             register_with_peft()
             model = get_peft_model(model, peft_config)
         super().__init__(model, *args, **kwargs)
+
+
+class _SaysWhatRunsEager(TrainerCallback):
+    """Prints what torch.compile left out, once."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        say_what_runs_eager()
 
 
 def _check_recomputes(policies: list[str]):

@@ -37,7 +37,7 @@ from ..adapters import LoraLinear  # which registers the ops named below
 from ..choices import POLICIES, PolicyName
 from ..dist import print_main
 from ..model import attention_kernels  # noqa: F401  registers two more
-from ..model.blocks import base_model, decoder_blocks
+from ..model.blocks import base_model, decoder_blocks, gets_cache
 from ..model.input_gradients import asking_for_gradient
 
 # It warns of in-place ops where a policy keeps some outputs; none of those named here is written to.
@@ -115,7 +115,7 @@ def _draws_seeds(block: nn.Module) -> bool:
 
 def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args, **kwargs):
     """`forward(hidden, ...)` that keeps what `policy` says and recomputes the rest in backward."""
-    if kwargs.get("past_key_values") is not None:  # a second forward would fill it twice
+    if gets_cache(*args, **kwargs):  # a second forward would fill it twice
         return forward(hidden, *args, **kwargs)
     ops = _KEPT_OPS[policy]
     if reentrant and any(isinstance(value, MutableMapping) for value in kwargs.values()):

@@ -14,6 +14,7 @@ from inspect import Parameter
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
 from ..experts import StackedExperts
@@ -28,6 +29,11 @@ from ..quantization.quantize import (
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def gets_cache(*args, **kwargs) -> bool:
+    """Whether a block with these arguments generates: fills a cache of keys and values, or of states."""
+    return any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
 
 
 def is_linear(module: nn.Module) -> bool:

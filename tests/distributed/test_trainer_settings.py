@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -116,6 +117,22 @@ def test_a_trainer_says_how_to_start_its_script(folder, tmp_path):
     from fsdp_qlora.integrations import trl
 
     assert "torchrun" in message_of(trainer, trl, "SFT", folder, folder, str(tmp_path), {})
+
+
+def printed_of_a_step(folder: str, output: str) -> str:
+    """What a compiled trainer prints where torch has noted that it compiles a function no more."""
+    from fsdp_qlora.integrations import trl
+
+    trained = trainer(trl, "SFT", folder, folder, output, dict(max_steps=1), compile=True)
+    torch._dynamo.utils.counters["unimplemented"]["recompile limit exceeded: f"] += 1
+    with redirect_stdout(StringIO()) as printed:
+        trained.train()
+    return printed.getvalue()
+
+
+def test_a_trainer_says_what_its_compiled_model_runs_eager(folder, tmp_path):
+    (text,) = run_ranks(printed_of_a_step, 1, folder, str(tmp_path))
+    assert text.count("warning: torch.compile made") == 1 and "makes no more" in text
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------
