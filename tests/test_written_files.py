@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from fsdp_qlora.checkpoint.tensors import TensorRows, write_rows
+from fsdp_qlora.export.config_file import use_older_names, with_older_names
 from fsdp_qlora.export.merged_files import write_other_files
+from fsdp_qlora.export.save import save_trained
 from fsdp_qlora.export.tokenizer_files import save_tokenizer
 from fsdp_qlora.tensor_files import write_tensors
 from tests.tokenizers import SPECIAL, save_chat_model
@@ -74,3 +77,79 @@ def test_a_merged_folder_has_a_tokenizer_that_transformers_4_reads(tmp_path):
     AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
     write_other_files(merged, base, adapter, {})
     assert read_by_4(merged)["additional_special_tokens"] == SPECIAL[1:]
+
+
+LLAMA_3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+LONG = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+# What makers wrote with transformers 4, which takes the default of a name that is missing.
+ROPES = {
+    "llama": dict(rope_theta=5e5, rope_scaling=LLAMA_3),
+    "qwen2": dict(rope_theta=1e6),
+    "qwen3": dict(rope_theta=1e6, rope_scaling=dict(rope_type="yarn", factor=4.0)),
+    "phi3": dict(rope_theta=2e4, rope_scaling=LONG, original_max_position_embeddings=64),
+    "stablelm": dict(rope_theta=2e4, partial_rotary_factor=0.5),
+    "gpt_neox": dict(rotary_emb_base=2e4, rotary_pct=0.5),
+    "gemma3_text": dict(
+        rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(rope_type="linear", factor=8.0)
+    ),
+}
+
+
+def same_numbers(told: dict, older: dict):
+    """Whether a configuration says at least what another one does, also of its scaling."""
+    for name, value in older.items():
+        if isinstance(value, dict):
+            same_numbers(told[name], value)
+        else:
+            assert told[name] == value, name
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_saved_configuration_has_the_names_of_transformers_4_and_is_the_same_to_5(tmp_path, kind):
+    sizes = dict(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=2, max_position_embeddings=256
+    )
+    made = AutoConfig.for_model(
+        kind, **sizes, **deepcopy(ROPES[kind]), dtype="bfloat16", use_cache=False
+    )
+    made.save_pretrained(tmp_path)
+    use_older_names(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    same_numbers(told, ROPES[kind])
+    assert told["torch_dtype"] == "bfloat16" and "use_cache" not in told
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == made.rope_parameters
+    assert (again.dtype, again.use_cache) == (torch.bfloat16, True)
+
+
+def test_a_configuration_inside_of_another_has_the_older_names_too():
+    rope = dict(rope_type="default", rope_theta=1e6)
+    told = with_older_names(
+        dict(text_config=dict(rope_parameters=rope, dtype="bfloat16"), dtype="bfloat16")
+    )
+    assert told["text_config"]["rope_theta"] == 1e6
+    assert told["torch_dtype"] == told["text_config"]["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["saved", "merged"])
+def test_a_model_is_served_with_the_rotation_that_it_was_trained_with(tmp_path, kind):
+    """Saved whole, and merged into a base whose file transformers 5 wrote."""
+    base, folder = tmp_path / "base", tmp_path / kind
+    save_chat_model(base, num_hidden_layers=1, rope_theta=5e5, rope_scaling=dict(LLAMA_3))
+    if kind == "saved":
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.config.use_cache = False  # as training has it
+        save_trained(model, folder)
+    else:
+        folder.mkdir()
+        write_other_files(folder, base, None, dict(dtype="bfloat16"))
+    told = json.loads((folder / "config.json").read_text())
+    same_numbers(told, ROPES["llama"])
+    assert told["torch_dtype"] == told["dtype"] == ("float32" if kind == "saved" else "bfloat16")
+    assert told.get("use_cache", True)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from ..json_input import read_object
 from ..loading import Checkpoint, first_line
+from .config_file import with_older_names
 from .generation_config import stop_at_trained_ends
 from .tokenizer_files import use_older_names
 
@@ -101,10 +102,8 @@ def _stop_at_ends_of(folder: Path):
 
 
 def _write_config(folder: Path, base: Path, settings: dict):
-    """The base's config.json, as it is but for `settings`."""
+    """The base's config.json, as it is but for `settings`, with names that transformers 4 reads."""
     config = read_object(base / "config.json")
-    if "torch_dtype" in config and "dtype" in settings:
-        config["torch_dtype"] = settings["dtype"]
     config.pop("_name_or_path", None)
     text = config.get("text_config")
     if isinstance(text, dict):  # of a language model inside of another
@@ -112,12 +111,9 @@ def _write_config(folder: Path, base: Path, settings: dict):
             text.pop("quantization_config", None)
         text |= {name: value for name, value in settings.items() if name in _OF_THE_TEXT}
         settings = {k: v for k, v in settings.items() if k != "vocab_size" or k in config}
-    config |= settings
+    config = {k: v for k, v in (config | settings).items() if k not in settings or v is not None}
     (folder / "config.json").write_text(
-        json.dumps(
-            {k: v for k, v in config.items() if k not in settings or v is not None}, indent=2
-        ),
-        encoding="utf-8",
+        json.dumps(with_older_names(config), indent=2), encoding="utf-8"
     )
 
 
