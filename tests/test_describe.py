@@ -8,7 +8,13 @@ import torch
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import BatchPlan, RunConfig, plan_batches
 from fsdp_qlora.preflight import precision
-from fsdp_qlora.training.describe import _dtypes_line, _ends_in_warmup, steps_line
+from fsdp_qlora.training import step_log
+from fsdp_qlora.training.describe import (
+    _dtypes_line,
+    _ends_in_warmup,
+    first_step_line,
+    steps_line,
+)
 
 from .tiny import save_tiny
 
@@ -62,6 +68,20 @@ def test_a_warm_up_as_long_as_the_run_is_noticed():
         RunConfig(), 1
     )
     assert not _ends_in_warmup(RunConfig(lr_warmup_steps=9), None)
+
+
+def test_what_torch_compiled_before_the_first_step_is_no_part_of_it(monkeypatch):
+    """Answers before it (--samples) compile graphs of their own."""
+    spent = [20.0]
+    monkeypatch.setattr(step_log, "compile_seconds", lambda: spent[0])
+    lagged = step_log.LaggedLog(None, torch.device("cpu"))
+    spent[0] = 31.0
+    lagged.restart_clock()
+    assert lagged.compile_seconds() == 0.0 and "compil" not in first_step_line(2.0, 0.0)
+    spent[0] = 36.5
+    assert "first step: 9.0 s, 5.5 of that compiling" in first_step_line(
+        9.0, lagged.compile_seconds()
+    )
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])

@@ -21,6 +21,7 @@ from fsdp_qlora.estimate import batches_of, estimate, packing_line, report
 from fsdp_qlora.observe import throughput
 from fsdp_qlora.plan_draft import draft_plan
 from fsdp_qlora.planner import free_settings, propose
+from fsdp_qlora.planner.report import report as plan_report
 from fsdp_qlora.preflight.run_data import read_data, run_tokenizer
 from fsdp_qlora.preflight.sampled_lengths import can_pack, lengths_of, sampled_lengths
 from fsdp_qlora.training.trainer import longest_row
@@ -231,11 +232,15 @@ def test_auto_packs_only_where_a_step_keeps_its_rows_or_has_any():
         assert "packing" in free and found.config.packing
         assert found.config.global_batch_size == config.global_batch_size
         assert found.config.has_full_bins is not bool(settings)
+        shown = plan_report(propose(shape_from_params("7B"), machine(), config, free, rows))
+        tried = shown.split("that fit\n")[1].split("\n\n")[0]
+        assert "packed" in tried.splitlines()[0]
 
 
-def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, tmp_path):
+@pytest.mark.parametrize("model", [["--model_name", "llama-2-7b"], ["--params", "7B"]])
+def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, tmp_path, model):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a b"}))
-    ask = ["estimate", "--model_name", "llama-2-7b", "--gpu", "h100", "--json"]
+    ask = ["estimate", *model, "--gpu", "h100", "--json"]
     assert main(ask) == 0
     before = json.loads(capsys.readouterr().out)
     assert main([*ask, "--dataset", str(tmp_path / "rows.jsonl")]) == 0

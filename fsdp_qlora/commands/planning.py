@@ -194,7 +194,11 @@ def _asked_rows(
     config: RunConfig, options: _EstimateOptions | _PlanOptions, argv: list[str]
 ) -> Rows | None:
     """Row lengths of --dataset, where it is given and can be read here; why not is said on stderr."""
-    if "dataset" not in given_settings(argv) or options.params is not None:
+    if "dataset" not in given_settings(argv):
+        return None
+    if options.params is not None:
+        said = "assuming full rows: --params names no tokenizer; give --model_name"
+        print(f"--dataset {config.dataset}: {said}", file=sys.stderr)
         return None
     try:
         from ..preflight.sampled_lengths import (

@@ -321,7 +321,7 @@ class AdapterFolder:
 def why_no_adapter(folder: Path) -> str:
     """What a folder without adapter_config.json is, and what to give instead."""
     if (folder / "config.json").is_file():
-        return "it is a whole model, which needs no merge; give it as --model_name"
+        return "it is a whole model; give it as --model_name"
     inside = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}"))
     if inside:
         return f"no {CONFIG_FILE} there; give {inside[0]}"

@@ -95,12 +95,19 @@ def _gguf(folder: Path, base: str | None, output: Path) -> str:
     """llama.cpp's own scripts have the map of each architecture's weights."""
     file = quote(str(output / f"{folder.resolve().name}.gguf"))
     given = quote(str(folder))
+    make = f"mkdir -p {quote(str(output))}\n"  # the scripts make no folder
     if base is None:
-        return f"python llama.cpp/convert_hf_to_gguf.py {given} --outfile {file} --outtype bf16"
-    # Without the base's files its config is read from the hub.
-    flag = "--base" if Path(base).exists() else "--base-model-id"
-    convert = "python llama.cpp/convert_lora_to_gguf.py"
+        return (
+            f"{make}python llama.cpp/convert_hf_to_gguf.py {given} --outfile {file} --outtype bf16"
+        )
+    fetch, whole = "", quote(str(output / "base.gguf"))
+    if not Path(base).exists():
+        kept = str(output / "base")
+        fetch, base = f"hf download {quote(base)} --local-dir {quote(kept)}\n", kept
     return (
-        f"{convert} {given} {flag} {quote(base)} --outfile {file} --outtype f16\n"
-        f"llama.cpp/build/bin/llama-cli -m BASE.gguf --lora {file}"
+        f"{make}{fetch}"
+        f"python llama.cpp/convert_hf_to_gguf.py {quote(base)} --outfile {whole} --outtype bf16\n"
+        f"python llama.cpp/convert_lora_to_gguf.py {given} --base {quote(base)} --outfile {file} "
+        "--outtype f16\n"
+        f"llama.cpp/build/bin/llama-cli -m {whole} --lora {file}"
     )

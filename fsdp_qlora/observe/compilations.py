@@ -22,6 +22,12 @@ def compiled_graphs() -> int:
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
+def compile_seconds() -> float:
+    """Seconds that torch.compile has taken in this process, with reading its cache."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.calculate_time_spent().get("total_wall_time", 0.0) if dynamo else 0.0
+
+
 def say_what_runs_eager():
     """Print a warning, once, if torch.compile left code out: a block that breaks off runs eager as a whole.
 

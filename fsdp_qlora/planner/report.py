@@ -103,7 +103,9 @@ def _search_lines(proposal: Proposal) -> list[str]:
         speed = 1 / seconds_per_token(found) / proposal.machine.world_size
         lines += row(
             f"{found.memory.total:7.1f}{speed:11,.0f}{rows:>9}",
-            settings_line(found).replace(",", ", ").replace(",  ", ", "),
+            (settings_line(found) + ", packed" * found.config.packing)
+            .replace(",", ", ")
+            .replace(",  ", ", "),
         )
     if proposal.choice is not min(proposal.fitting, key=seconds_per_token):
         lines += wrapped("the first is simpler, and as fast within what predictions are off by")

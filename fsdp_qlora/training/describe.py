@@ -159,11 +159,8 @@ def _ends_in_warmup(config: RunConfig, steps: int | None) -> bool:
     return steps is not None and config.lr_warmup_steps >= steps
 
 
-def first_step_line(seconds: float) -> str:
+def first_step_line(seconds: float, compiling: float) -> str:
     """How long a run's first step took, what part of it torch compiled for, and what came before."""
-    from torch._dynamo.utils import calculate_time_spent
-
-    compiling = calculate_time_spent().get("total_wall_time", 0.0)
     what = (
         f", {compiling:.1f} of that compiling or reading torch's compile cache" if compiling else ""
     )

@@ -268,7 +268,7 @@ class Training:
     def was_read(self, metrics: StepMetrics):
         """A step's loss and norm are known; raises what --on_bad_steps says after too many bad ones."""
         if metrics.step == self.first_step:
-            print_main(first_step_line(metrics.seconds))
+            print_main(first_step_line(metrics.seconds, self.lagged.compile_seconds()))
         rows = self.bad.see(metrics)
         if rows is None:
             return

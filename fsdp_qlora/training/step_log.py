@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..observe.compilations import compiled_graphs, say_what_runs_eager
+from ..observe.compilations import compile_seconds, compiled_graphs, say_what_runs_eager
 from ..observe.device_timer import mark, seconds_between
 from ..observe.metrics import StepMetrics
 from ..observe.runlog import RunLog
@@ -35,7 +35,11 @@ class LaggedLog:
 
     def restart_clock(self):
         """Count the next step's seconds from now."""
-        self.done = mark(self.device)
+        self.done, self.compiled = mark(self.device), compile_seconds()
+
+    def compile_seconds(self) -> float:
+        """Seconds that torch compiled since the clock was last restarted."""
+        return compile_seconds() - self.compiled
 
     def add(self, number: int, lr: float, rows: int, tokens: int, result: StepResult):
         """Take a step that was queued, of so many rows and tokens of theirs, and log the one before."""
