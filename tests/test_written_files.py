@@ -8,12 +8,13 @@ from copy import deepcopy
 
 import pytest
 import torch
+from peft import LoraConfig, OFTConfig, PeftConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from fsdp_qlora.checkpoint.tensors import TensorRows, write_rows
 from fsdp_qlora.export.config_file import use_older_names, with_older_names
 from fsdp_qlora.export.merged_files import write_other_files
-from fsdp_qlora.export.save import save_trained
+from fsdp_qlora.export.save import save_peft_config, save_trained
 from fsdp_qlora.export.tokenizer_files import save_tokenizer
 from fsdp_qlora.tensor_files import write_tensors
 from tests.tokenizers import SPECIAL, save_chat_model
@@ -153,3 +154,42 @@ def test_a_model_is_served_with_the_rotation_that_it_was_trained_with(tmp_path, 
     same_numbers(told, ROPES["llama"])
     assert told["torch_dtype"] == told["dtype"] == ("float32" if kind == "saved" else "bfloat16")
     assert told.get("use_cache", True)
+
+
+# The whole of adapter_config.json by PEFT 0.9.0, which ends on any other name, as all before 0.14 do.
+PEFT_09 = {
+    *("r", "target_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora"),
+    *("modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
+    *("rank_pattern", "alpha_pattern", "megatron_config", "megatron_core", "loftq_config"),
+    *("use_dora", "peft_type", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("task_type", "inference_mode"),
+}
+USED = [  # options of an adapter, and which of them PEFT 0.9 can't know
+    (dict(), set()),
+    (dict(use_dora=True, use_rslora=True, rank_pattern=dict(q_proj=3)), set()),
+    (dict(modules_to_save=["lm_head"], layers_to_transform=[0, 2]), set()),
+    (dict(target_parameters=["experts.up_proj"]), {"target_parameters"}),
+    (
+        dict(exclude_modules=["lm_head"], lora_bias=True, bias="none"),
+        {"exclude_modules", "lora_bias"},
+    ),
+    (dict(trainable_token_indices=[5, 6]), {"trainable_token_indices"}),
+    (dict(init_lora_weights="pissa"), set()),
+]
+
+
+@pytest.mark.parametrize("options, newer", USED)
+def test_an_adapter_has_no_option_of_a_later_peft_that_it_does_not_use(tmp_path, options, newer):
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    save_peft_config(config, tmp_path)
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert told.keys() - PEFT_09 == newer
+    assert not config.inference_mode and told["inference_mode"]
+    config.inference_mode = True
+    assert PeftConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+def test_other_methods_are_saved_as_peft_saves_them(tmp_path):
+    """OFT asks for the version of PEFT that wrote the file."""
+    save_peft_config(OFTConfig(r=4, oft_block_size=0, target_modules=["q_proj"]), tmp_path)
+    assert "peft_version" in json.loads((tmp_path / "adapter_config.json").read_text())

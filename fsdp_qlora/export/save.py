@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -22,6 +23,7 @@ from ..atomic_files import complete_folder, remove_folder, replace_folder, scrat
 from ..config import RunConfig
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
 from ..experts import stacked_weights
+from ..json_input import read_object
 from ..lora_init import for_original_base, saved_config, taken_out
 from ..model.blocks import own_weights
 from ..model.conv1d import transposed_weights
@@ -40,6 +42,13 @@ from .tokenizer_files import save_tokenizer
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
 
+# Of PEFT 0.9, the first with DoRA.
+_LORA_OPTIONS = frozenset(
+    "r target_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save "
+    "init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_config "
+    "megatron_core loftq_config use_dora peft_type auto_mapping base_model_name_or_path revision "
+    "task_type inference_mode".split()
+)
 RUN_FILE = "fsdp_qlora.json"  # beside the weights: the settings they were trained with
 
 
@@ -142,10 +151,19 @@ def save_adapter(
 
 
 def save_peft_config(config, folder: Path):
-    """adapter_config.json, marked for inference as PEFT does."""
+    """adapter_config.json, marked for inference as PEFT does, of LoRA without what a later PEFT leaves off.
+
+    PEFT before 0.14, and what is built on it, ends on a name that it does not know:
+    https://github.com/huggingface/peft/issues/2275.
+    """
     training, config.inference_mode = config.inference_mode, True
     config.save_pretrained(str(folder))
     config.inference_mode = training
+    if isinstance(config, LoraConfig):
+        path, off = folder / "adapter_config.json", LoraConfig().to_dict()
+        told = read_object(path)
+        told = {k: v for k, v in told.items() if k in _LORA_OPTIONS or k in off and v != off[k]}
+        path.write_text(json.dumps(told, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
