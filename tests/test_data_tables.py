@@ -278,6 +278,29 @@ def test_records_are_found_under_the_names_that_other_tools_give_them(tmp_path, 
     assert told(path) == told(lines(tmp_path / "rows.jsonl"))
 
 
+TOKENS = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]}
+
+
+@pytest.mark.parametrize("name", ["one.jsonl", "two.jsonl", "one.json", "table.json", "a.parquet"])
+def test_rows_that_are_tokens_already_are_refused_with_what_takes_them(tmp_path, name):
+    path = tmp_path / name
+    if name == "a.parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([TOKENS, TOKENS]), path)
+    elif name == "table.json":
+        path.write_text(json.dumps({key: [tokens] * 2 for key, tokens in TOKENS.items()}))
+    else:
+        lines(path, [TOKENS] * (1 + (name == "two.jsonl")))
+    with pytest.raises(ValueError, match="input_ids are tokens already.*trl.SFTTrainer"):
+        told(path)
+
+
+def test_a_binary_column_of_texts_is_refused_with_what_makes_it_text(tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"prompt": [b"a"], "completion": [b"b"]}), path)
+    with pytest.raises(ValueError, match="'prompt' is bytes.*write it as a column of strings"):
+        told(path)
+
+
 def test_an_object_over_several_lines_is_a_record(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(RECORDS[0], indent=1))

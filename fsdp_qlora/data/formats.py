@@ -32,6 +32,7 @@ QUESTION_PROMPT = "###Question:\n{question}\n###Answer:\n"
 _CONTEXT_QUESTION_PROMPT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 # How a question is asked where there is no chat template, by name.
 PLAIN_PROMPTS = {"alpaca": _ALPACA_PROMPT, "question": QUESTION_PROMPT, "prompt": "{prompt}"}
+TOKENS_KEY = "input_ids"  # of rows that another program has tokenised
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,11 @@ def row_from_record(record: dict, source: str, weight_column: str | None = None)
             f"{source}: chosen and rejected answers are for preference optimization, which is not "
             "supported (see TRL); to train only on the chosen ones, rename chosen to completion, "
             "or to messages if it is a whole conversation"
+        )
+    if TOKENS_KEY in record:
+        raise ValueError(
+            f"{source}: {TOKENS_KEY} are tokens already, and rows are read as text; give the text that they "
+            "were made from, or train on these rows with fsdp_qlora.integrations.trl.SFTTrainer"
         )
     accepted = "; ".join(" + ".join(keys) for keys, _ in FORMATS)
     raise ValueError(

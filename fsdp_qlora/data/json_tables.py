@@ -6,7 +6,7 @@ names; or the names of columns beside lists of values (orient "table", "columns"
 
 from __future__ import annotations
 
-from .formats import FORMATS
+from .formats import FORMATS, TOKENS_KEY
 
 _LISTS = ("data", "rows", "train", "examples", "instances", "records", "items")
 
@@ -29,7 +29,11 @@ def records_of_table(whole: dict) -> Placed | None:
 
 
 def is_record(fields: dict) -> bool:
-    """Whether an object has the keys of a format, and no table's values under them."""
+    """Whether an object has the keys of a format, and no table's values under them, or is of tokens."""
+    if isinstance(tokens := fields.get(TOKENS_KEY), list) and all(
+        isinstance(t, int) for t in tokens
+    ):
+        return True
     if _rows_of_columns(fields) is not None:
         return False
     return _has_format(fields)

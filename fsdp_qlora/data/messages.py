@@ -218,11 +218,11 @@ def checked_text(value, source: str, key: str) -> str:
     """`value`, if it is text that can be encoded."""
     if not isinstance(value, str):
         found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
-        remedy = (
-            f'write it as text: "{value}"'
-            if isinstance(value, int | float) and value == value
-            else 'drop the row, or write "" if it is empty'
-        )
+        remedy = 'drop the row, or write "" if it is empty'
+        if isinstance(value, int | float) and value == value:
+            remedy = f'write it as text: "{value}"'
+        elif isinstance(value, bytes):
+            remedy = "its column is binary; write it as a column of strings"
         raise ValueError(f"{source}: '{key}' is {found}; expected text in quotes ({remedy})")
     check_encodable(value, f"{source}: '{key}'")
     return value
