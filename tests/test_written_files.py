@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, OFTConfig, PeftConfig
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from fsdp_qlora.checkpoint.tensors import TensorRows, write_rows
@@ -16,7 +18,10 @@ from fsdp_qlora.export.config_file import use_older_names, with_older_names
 from fsdp_qlora.export.merged_files import write_other_files
 from fsdp_qlora.export.save import save_peft_config, save_trained
 from fsdp_qlora.export.tokenizer_files import save_tokenizer
+from fsdp_qlora.integrations.states import load_trained
+from fsdp_qlora.integrations.streamed import load_quantized, streamed_model
 from fsdp_qlora.tensor_files import write_tensors
+from tests.families import save_family
 from tests.tokenizers import SPECIAL, save_chat_model
 
 TEXT = "<|im_start|>user\nhi 12<|im_end|>\n"
@@ -193,3 +198,53 @@ def test_other_methods_are_saved_as_peft_saves_them(tmp_path):
     """OFT asks for the version of PEFT that wrote the file."""
     save_peft_config(OFTConfig(r=4, oft_block_size=0, target_modules=["q_proj"]), tmp_path)
     assert "peft_version" in json.loads((tmp_path / "adapter_config.json").read_text())
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    """All tensors of a model's files."""
+    return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+
+
+# Experts by themselves, under older names, and in one tensor; routers with a buffer; a head of another name.
+STORED = [
+    "Qwen3-MoE",
+    "Mixtral",
+    "Granite 3 MoE",
+    "gpt-oss",
+    "DeepSeek V3",
+    "MiniMax M2",
+    "GPT-NeoX",
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("family", STORED)
+def test_a_whole_model_is_saved_under_the_names_of_its_files(tmp_path, family, streamed):
+    """Those by which vLLM, llama.cpp and transformers 4 know it, and with the buffers of its routers."""
+    base = Path(save_family(tmp_path / "base", family, dtype="float32"))
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(base)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_()
+        model.save_pretrained(base)  # which leaves the name of a dtype in its configuration
+    if streamed:
+        model = load_quantized(streamed_model(str(base), "none", torch.float32), base, quant="none")
+    save_trained(model, tmp_path / "saved")
+    wanted, found = tensors_in(base), tensors_in(tmp_path / "saved")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("family", ["Llama 3", *STORED])
+def test_a_whole_model_is_loaded_again_from_what_was_saved(tmp_path, family):
+    """As a trainer resumes, or takes its best model."""
+    base = save_family(tmp_path / "base", family, dtype="float32")
+    model = load_quantized(streamed_model(base, "none", torch.float32), base, quant="none")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_trained(model, tmp_path / "saved")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    load_trained(tmp_path / "saved", model, torch.device("cpu"))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

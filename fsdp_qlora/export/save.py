@@ -37,6 +37,7 @@ from .card import write_card
 from .config_file import use_older_names
 from .generation_config import stop_at_trained_ends, write_generation_settings
 from .merged_files import copy_processor
+from .stored_names import by_block, under_stored_names
 from .tokenizer_files import save_tokenizer
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
@@ -109,8 +110,12 @@ def _whole_bytes(model: nn.Module) -> int:
 
 
 def _saved_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that a whole model is saved in: that of its configuration."""
-    return getattr(model.config, "dtype", None) or torch.float32
+    """The dtype that a whole model is saved in: that of its configuration.
+
+    transformers' own `save_pretrained` leaves its name there.
+    """
+    dtype = getattr(model.config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def save_adapter(
@@ -166,8 +171,8 @@ def save_peft_config(config, folder: Path):
         path.write_text(json.dumps(told, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """Each tensor whole, on the host of rank 0; the others get None in its place."""
+def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor whole, on the host of rank 0; the others get none."""
     is_main = ranks_from_env().is_main
     for name, parameter in parameters.items():
         whole = full_tensor(parameter.detach())
@@ -178,7 +183,8 @@ def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None
 def _whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a model without adapters on the host of rank 0, in the dtype of its configuration.
 
-    Quantized ones become the numbers that they stood for in training.
+    Quantized ones become the numbers that they stood for in training. Buffers that files hold, such as the
+    biases of routers, are as they are.
     """
     dtype = _saved_dtype(model)
     layers = {f"{name}.": m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
@@ -195,6 +201,32 @@ def _whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             f"{prefix}weight",
             dequantize_rows(packed_rows, scales, layer.in_features, layer.quant_type, dtype),
         )
+    yield from gathered(_stored_buffers(model))
+
+
+def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a model that are in its files, by their names."""
+    kept = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def _named_in_whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`_whole_weights` as transformers has them in the model that is saved, which may be around this one."""
+    transposed, stacks, wrapper = (
+        transposed_weights(model),
+        stacked_weights(model),
+        wrapper_of(model),
+    )
+    for name, tensor in _whole_weights(model):
+        if name in transposed:
+            tensor = tensor.t().contiguous()
+        if stack := stacks.get(name):
+            name, tensor = stack.stored_name, stack.as_stored(tensor)
+        yield wrapper.outer(name) if wrapper else name, tensor
 
 
 def _save_full(
@@ -211,13 +243,8 @@ def _save_full(
         remove_folder(scratch)  # of a run that was killed
     writer, wrapper = ShardWriter(scratch), wrapper_of(model)
     try:
-        transposed, stacks = transposed_weights(model), stacked_weights(model)
-        for name, tensor in _whole_weights(model):
-            if name in transposed:
-                tensor = tensor.t().contiguous()
-            if stack := stacks.get(name):
-                name, tensor = stack.stored_name, stack.as_stored(tensor)
-            writer.add(wrapper.outer(name) if wrapper else name, tensor)
+        for tensors in by_block(_named_in_whole(model)):
+            writer.add_block(model, tensors)
         for name in sorted(wrapper.others) if wrapper and is_main else ():
             writer.add(name, wrapper.files.whole(name))
         with main_only():
@@ -258,6 +285,14 @@ class ShardWriter:
                 self.error = error
         self.pending[name] = tensor
         self.size += tensor.nbytes
+
+    def add_block(self, model: nn.Module, tensors: dict[str, Tensor]):
+        """Add what a block has, under the names of the model's files."""
+        try:
+            for name, tensor in under_stored_names(model, tensors).items():
+                self.add(name, tensor)
+        except Exception as error:
+            self.error = self.error or error
 
     def flush(self):
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,9 @@ from ..checkpoint.tensors import (
 from ..dist import ranks_from_env
 from ..export.save import load_adapter
 from ..loading import load_weights
+from ..loading.key_mapping import match_names
 from ..loading.weight_files import Checkpoint
+from ..model.wrappers import wrapper_of
 
 
 def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -77,4 +79,14 @@ def load_trained(folder: str | Path, model: nn.Module, device: torch.device):
     if hasattr(model, "peft_config"):
         load_adapter(model, folder)
     else:
-        load_weights(model, Checkpoint(folder), device)
+        load_weights(model, _saved_whole(folder, model), device)
+
+
+def _saved_whole(folder: str | Path, model: nn.Module) -> Checkpoint:
+    """Whole weights that `save_trained` wrote, by the model's names; towers stay in the files of before."""
+    wrapper = wrapper_of(model)
+    before = wrapper and (wrapper.files, wrapper.others)
+    saved = match_names(model, Checkpoint(folder))
+    if wrapper:
+        wrapper.files, wrapper.others = before
+    return saved

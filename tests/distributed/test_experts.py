@@ -6,11 +6,13 @@ The reference is transformers in one process, whose experts are parameters of th
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -152,6 +154,12 @@ def test_routers_are_balanced_by_the_mean_over_micro_batches_of_what_transformer
             assert relative(ours["weights"][name], weights[name]) < 1e-4, name
 
 
+def names_in(folder) -> set[str]:
+    """The names of all tensors of a model's files."""
+    files = [safe_open(path, "pt") for path in Path(folder).glob("*.safetensors")]
+    return {name for file in files for name in file.keys()}  # noqa: SIM118  no dict
+
+
 @pytest.mark.parametrize("world_size", [slow(1), 3])
 def test_trained_whole_it_equals_transformers_and_is_saved_as_it_names_them(tmp_path, world_size):
     folders = [save_family(tmp_path / name, name) for name in MOE_FAMILIES]
@@ -160,6 +168,7 @@ def test_trained_whole_it_equals_transformers_and_is_saved_as_it_names_them(tmp_
     for i, (f, ours) in enumerate(zip(folders, results, strict=True)):
         losses, norms, weights = reference_run(plain(f).train(), STEPS)
         assert relative(ours["losses"], losses) < 1e-5 and relative(ours["norms"], norms) < 1e-5
+        assert names_in(tmp_path / "out" / str(i)) == names_in(f)  # those that other programs know
         saved = plain(tmp_path / "out" / str(i))
         for name, p in saved.named_parameters():
             assert relative(p.detach(), weights[name]) < 1e-4, name
