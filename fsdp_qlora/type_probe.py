@@ -36,23 +36,27 @@ _TOLERANCE = 1e-3  # relative; fp32 rounds at 1e-6, and a wrong product is of th
 def check_type(model: nn.Module):
     """Refuse a model, on meta and without adapters, whose type does not train here.
 
-    Raises ValueError naming --model_name and what went wrong. A type of which no small model can be
-    made is said to be untried.
+    Raises ValueError naming --model_name and what went wrong. A type that can't be tried is said to be
+    untried.
     """
+    if untried := why_untried(model):
+        print_main(f"{model.config.model_type} is not among the tested types, and {untried}")
+
+
+def why_untried(model: nn.Module) -> str:
+    """Why an untested type could not be tried; empty if it was, or is tested. Raises as `check_type`."""
     if model.config.model_type in TESTED_TYPES:
-        return
+        return ""
     try:
         plain = small_instance(model)
     except Exception as error:  # noqa: BLE001  sizes of a config that nobody has seen
-        return print_main(
-            f"{model.config.model_type} is not among the tested types, and no small model of it could "
-            f"be made to try it ({_said(error)})"
-        )
+        return f"no small model of it could be made to try it ({_said(error)})"
     if fault := _fault_of(plain):
         raise ValueError(
             f"--model_name {model.config._name_or_path}: {model.config.model_type} can't be trained "
             f"here: tried on a small model, {fault}; docs/families.md lists the types that can"
         )
+    return ""
 
 
 def _fault_of(plain: nn.Module) -> str:

@@ -406,11 +406,39 @@ NEWER_FAMILIES = {
     family: dict(tie_word_embeddings=False) | fields for family, fields in NEWER_FAMILIES.items()
 }
 EVERY_FAMILY = FAMILIES | MOE_FAMILIES | NEWER_FAMILIES
+# Of which not all holds that does of those: compressed keys and values go across rows of a pack, and PEFT
+# can't adapt the groups of an output projection.
+TRIED = {
+    "DeepSeek V4": dict(
+        model_type="deepseek_v4",
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        q_lora_rank=64,
+        o_lora_rank=64,
+        o_groups=2,
+        index_n_heads=2,
+        index_head_dim=64,
+        index_topk=4,
+        hc_mult=2,
+        sliding_window=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        layer_types=[
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+    ),
+}
 
 
 def family_config(family: str, **more):
     """The tiny model's configuration."""
-    fields = SIZES | EVERY_FAMILY[family] | more
+    fields = SIZES | (EVERY_FAMILY | TRIED)[family] | more
     if fields["model_type"] == "gpt2":  # its names of the same sizes
         for name in (
             "hidden_size",

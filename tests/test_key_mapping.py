@@ -41,6 +41,11 @@ def test_older_names_are_found_as_in_transformers(tmp_path):
     folders = [  # as on the hub: files of the base model alone
         renamed_files(save_family(tmp_path / "gpt2", "GPT-2"), "transformer.", ""),
         renamed_files(save_family(tmp_path / "tied", "Qwen2"), "model.", ""),
+        # experts one by one, which are stacked only after that
+        renamed_files(save_family(tmp_path / "mixture", "Mixtral"), "model.", ""),
+        # patterns that also match the name of another tensor, which has its own
+        save_family(tmp_path / "final norm", "DeepSeek V4"),
+        renamed_files(save_family(tmp_path / "hub", "DeepSeek V4"), "model.", ""),
     ]
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32

@@ -7,23 +7,27 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fsdp_qlora.adapters.lora import apply_adapters, lora_config
 from fsdp_qlora.adapters.targets import left_out
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.cli import main
+from fsdp_qlora.commands.check import _answers
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.experts import apply_stacked_experts, check_quantizable
 from fsdp_qlora.loading import meta_model
+from fsdp_qlora.model import packing_probe
 from fsdp_qlora.model.blocks import decoder_blocks, linear_layers, linear_names
+from fsdp_qlora.model.packing_probe import keep_rows_apart, small_instance
 from fsdp_qlora.quantization.quantize import (
     QuantLinear,
     directly_read,
     is_plain_linear,
     quantize_linears,
 )
-from fsdp_qlora.type_probe import check_type
+from fsdp_qlora.type_probe import check_type, why_untried
 
 from .families import SIZES, family_config
 from .native import declare
@@ -37,7 +41,7 @@ def untested(kind: type[LlamaForCausalLM], **more) -> LlamaForCausalLM:
     class NewConfig(LlamaConfig):
         model_type = "new_type"
 
-    config = NewConfig(**SIZES, tie_word_embeddings=False, **more)
+    config = NewConfig(**SIZES | dict(tie_word_embeddings=False) | more)
     config._name_or_path = "org/new"
     return kind(config)
 
@@ -76,6 +80,99 @@ def test_a_type_that_would_train_wrongly_is_refused_by_name_in_one_line(kind, fa
     with pytest.raises(ValueError, match="--model_name org/new: new_type can't be trained") as told:
         check_type(untested(kind))
     assert fault in str(told.value) and "\n" not in str(told.value)
+
+
+class OfOneWidth(LlamaForCausalLM):
+    """Code that runs at its own width alone, which no field of its configuration tells."""
+
+    def forward(self, input_ids=None, **kwargs):
+        if self.config.hidden_size != SIZES["hidden_size"]:
+            raise RuntimeError("shape '[1, 9, 4, 0]' is invalid")
+        return super().forward(input_ids, **kwargs)
+
+
+def test_a_type_that_runs_at_its_own_width_alone_is_tried_at_that():
+    assert why_untried(untested(OfOneWidth, num_attention_heads=8, num_key_value_heads=4)) == ""
+
+
+def test_a_type_whose_small_model_does_not_run_is_untried_and_not_refused(monkeypatch, tmp_path):
+    """Before, it was refused for computing something else, or said to train without a trial."""
+    monkeypatch.setattr(packing_probe, "MOST_WEIGHTS", 1000)
+    model = untested(OfOneWidth, num_attention_heads=8, num_key_value_heads=4)
+    assert "no small model of it could be made to try it (RuntimeError shape" in why_untried(model)
+    AutoConfig.for_model("falcon_mamba").save_pretrained(tmp_path)  # of no heads
+    said = dict(_answers(str(tmp_path), {}))
+    assert said["type"].startswith("falcon_mamba, not tested: no small model of it could be made")
+
+
+# As published, or as transformers' own defaults: sizes that belong together in ways of their own.
+GRANITE_4_H_SMALL = dict(
+    hidden_size=4096, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8,
+    mamba_n_heads=128, mamba_d_head=64, mamba_expand=2, mamba_n_groups=1, mamba_d_state=128,
+    num_local_experts=72, num_experts_per_tok=10, intermediate_size=768,
+    layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+)  # fmt: skip
+SIZED = dict(
+    granitemoehybrid=GRANITE_4_H_SMALL,
+    bamba={},
+    zamba2={},
+    falcon_mamba={},
+    longcat_flash={},
+    inkling_text={},
+    deepseek_v4={},
+)
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_models_of_published_sizes_are_made_small_and_run(kind):
+    config = AutoConfig.for_model(kind, **SIZED[kind])
+    tiny = small_instance(meta_model(config, torch.float32, "eager"))
+    assert sum(p.numel() for p in tiny.parameters()) < 1e8
+    kinds = [set(getattr(c, "layer_types", None) or ()) for c in (config, tiny.config)]
+    assert kinds[0] == kinds[1]
+
+
+def test_packed_rows_of_granite_4_h_are_tried_at_its_published_sizes():
+    """Its Mamba heads are as many as its width has room for, and packing was refused."""
+    config = AutoConfig.for_model("granitemoehybrid", **GRANITE_4_H_SMALL)
+    keep_rows_apart(meta_model(config, torch.float32, "sdpa"))
+
+
+def test_the_largest_mixtures_are_made_without_memory_for_their_experts():
+    """77 GB for those of one block, which a machine of 24 GB does not grant."""
+    with LargestOnCpu() as made:
+        model = meta_model(AutoConfig.for_model("longcat_flash"), torch.float32, "eager")
+    assert sum(p.numel() for p in model.parameters()) > 7e11
+    assert made.largest < 2**30
+
+
+class LargestOnCpu(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made on the CPU."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and out.device.type == "cpu":
+            self.largest = max(self.largest, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize(
+    "settings, fault",
+    [
+        (dict(layer_types=["full_attention"] * 2, rope_parameters={}), "--model_name"),
+        (dict(num_attention_heads=0), "--model_name"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_not_blamed_on_attention(settings, fault):
+    config = AutoConfig.for_model("llama", **SIZES)
+    for name, value in settings.items():
+        config.__dict__[name] = value
+    config._name_or_path = "org/broken"
+    with pytest.raises(ValueError) as told:
+        meta_model(config, torch.float32, "sdpa")
+    assert str(told.value).startswith(fault) and "attn_implementation" not in str(told.value)
 
 
 def test_a_type_that_cant_be_made_small_is_said_to_be_untried(capsys):

@@ -17,7 +17,7 @@ from ..model.attention import choose_attention
 from ..model.blocks import decoder_blocks, has_experts, linear_names
 from ..model.packing_probe import keep_rows_apart
 from ..quantization.quantize import directly_read, is_plain_linear
-from ..type_probe import check_type
+from ..type_probe import why_untried
 
 
 def print_answers(model_name: str, revision: str | None = None, trust_remote_code: bool = False):
@@ -34,12 +34,10 @@ def _answers(model_name: str, source: dict) -> Iterator[tuple[str, str]]:
     used, _ = choose_attention("auto", False, settings, torch.device("cpu"), torch.float32)
     model = meta_model(settings, torch.float32, used, **source)
     model.config._name_or_path = model_name
-    check_type(model)
+    untried = why_untried(model)
     tested = settings.model_type in TESTED_TYPES
-    yield (
-        "type",
-        f"{settings.model_type}, {'tested' if tested else 'tried on a small model: trains'}",
-    )
+    tried = f"not tested: {untried}" if untried else "tried on a small model: trains"
+    yield "type", f"{settings.model_type}, {'tested' if tested else tried}"
     yield "blocks", str(len(decoder_blocks(model)))
     left = left_out(model)
     adapted = {name: count for name, count in linear_names(model).items() if name not in left}

@@ -290,7 +290,15 @@ def _renamed_in(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, 
         _conversions(model, WeightConverter),
     )
     state, prefix = model.state_dict(), model.base_model_prefix
-    return {name: rename_source_key(name, renamings, converters, prefix, state) for name in names}
+    state |= {stack.stored_name: stack for stack in stacked_weights(model).values()}
+
+    def new_name(name: str) -> tuple[str, str | None]:
+        new, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if new not in state and name in state:  # a pattern that means another tensor
+            return rename_source_key(name, [], [], prefix, state)
+        return new, pattern
+
+    return {name: new_name(name) for name in names}
 
 
 def _whole(model: nn.Module) -> nn.Module:

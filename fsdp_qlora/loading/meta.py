@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -16,6 +15,7 @@ from ..experts import apply_stacked_experts
 from ..memory.pinned_memory import empty_on_host
 from ..model.conv1d import apply_plain_linears
 from ..model.delta_nets import apply_delta_rule
+from ..model.on_meta import parameters_on_meta
 from ..model.wrappers import wrapper_around, wrapper_class
 from ..sharding import refuse_to_train, watch_gradients
 from .model_folder import pinned_code
@@ -45,17 +45,18 @@ def meta_model(
         config = copy.deepcopy(config)
         del config.quantization_config
     wrapper = wrapper_around(config) if _is_wrapper(config, auto_class) else None
-    how: dict = dict(dtype=dtype, attn_implementation=attn_implementation)
-    try:
+
+    def made(attention: str | None) -> nn.Module:
+        how: dict = dict(dtype=dtype, attn_implementation=attention)
         if wrapper:
-            model = wrapper.language_model(**how)
-        else:
-            with init_empty_weights(include_buffers=False):
-                model = auto_class.from_config(
-                    config, **how, **pinned_code(revision, trust_remote_code)
-                )
+            return wrapper.language_model(**how)
+        with parameters_on_meta():
+            return auto_class.from_config(config, **how, **pinned_code(revision, trust_remote_code))
+
+    try:
+        model = made(attn_implementation)
     except Exception as error:  # a config.json may say anything
-        if "attn" not in str(error).lower() and "attention" not in str(error).lower():
+        if attn_implementation in (None, "eager") or not _is_made(made, "eager"):
             raise ValueError(
                 f"--model_name {config._name_or_path}: no model that continues text can be "
                 f"made of its config.json: {reason_of(error)}; look at that file, or give "
@@ -72,6 +73,15 @@ def meta_model(
     apply_delta_rule(model)
     _keep_in_fp32(model)
     return model.train()
+
+
+def _is_made(made: Callable[[str], nn.Module], attention: str) -> bool:
+    """Whether a model can be made with this attention."""
+    try:
+        made(attention)
+    except Exception:  # noqa: BLE001  a config.json may say anything
+        return False
+    return True
 
 
 def _is_wrapper(config: PretrainedConfig, auto_class: Any) -> bool:

@@ -10,6 +10,7 @@ Shapes: B bins, T tokens of a bin, H heads, K key-value heads, D head size.
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import torch
@@ -27,26 +28,23 @@ TOLERANCE = 1e-3  # of the largest logit; fp32 rounds at 1e-6, and a leak is of 
 _BY_BORDERS = (
     "rows_by_borders"  # stands for kernels that are told where rows begin, which need a GPU
 )
-# Fields and their size in the tiny instance, where a config has them and they are larger.
-SMALL = dict(
+MOST_WEIGHTS = 4e8  # of an instance that is as wide as the model
+# Fields and their size in the tiny instance, where a config has them and they are larger: numbers of
+# things, and widths.
+FEW = dict(
     vocab_size=64,
     vocab_size_per_layer_input=64,
-    intermediate_size=64,
-    ffn_dim=64,
-    moe_intermediate_size=32,
-    shared_expert_intermediate_size=32,
     num_experts=4,
     num_local_experts=4,
     n_routed_experts=4,
     moe_num_experts=4,
+    zero_expert_num=2,
     num_experts_per_tok=2,
     top_k_experts=2,
     moe_topk=2,
     moe_k=2,
     index_topk=4,
-    mamba_d_state=16,
     mamba_chunk_size=8,
-    ssm_state_size=16,
     chunk_size=8,
     n_group=1,
     topk_group=1,
@@ -55,6 +53,21 @@ SMALL = dict(
     attention_window_size=WINDOW,
     num_dense_layers=1,
     first_k_dense_replace=1,
+)
+NARROW = dict(
+    intermediate_size=64,
+    ffn_dim=64,
+    ffn_hidden_size=64,
+    expert_ffn_hidden_size=32,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    mamba_d_state=16,
+    ssm_state_size=16,
+)
+# Heads of mixers, their size and their groups, where their product is a multiple of the width.
+MIXERS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups"),
 )
 
 
@@ -105,9 +118,10 @@ def why_rows_meet(model: nn.Module) -> str:
 
 
 def small_instance(model: nn.Module, used: str | None = None) -> nn.Module:
-    """A small random language model of the same code and layers, on the CPU in fp32.
+    """A small random language model of the same code and layers, on the CPU in fp32, which has run.
 
-    used: its attention, in place of the model's own.
+    used: its attention, in place of the model's own. Raises what the last try raised: some sizes belong
+    together in ways that no field tells, so widths as they are come second, unless that is too large.
     """
     model = base_model(model)
     config, kind = model.config.get_text_config(), type(model)
@@ -120,36 +134,75 @@ def small_instance(model: nn.Module, used: str | None = None) -> nn.Module:
         used = _BY_BORDERS
     elif used != "eager":
         used = "sdpa" if kind._supports_sdpa else "eager"
+    try:
+        return _made(kind, small(config), used)
+    except Exception:
+        if (wide := _shallow(config)) is None or not _fits(kind, wide):
+            raise
+        return _made(kind, wide, used)
+
+
+def _made(kind: type, config: PretrainedConfig, used: str) -> nn.Module:
+    """A random model of a class that gives logits of a few tokens. Raises what its code raises."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        tiny = kind._from_config(
-            small(config), dtype=torch.float32, attn_implementation=used
-        ).eval()
+        tiny = kind._from_config(config, dtype=torch.float32, attn_implementation=used).eval()
         for p in tiny.parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, 0, 0.1)
+        with torch.no_grad():
+            tiny(torch.arange(ROWS[0])[None], use_cache=False)
     return tiny
 
 
+def _fits(kind: type, config: PretrainedConfig) -> bool:
+    """Whether a model is small enough to be tried."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in kind._from_config(config).parameters()) <= MOST_WEIGHTS
+
+
 def small(config: PretrainedConfig) -> PretrainedConfig:
-    """A config of the same kinds of layers with small sizes; what sizes a head stays."""
-    config = copy.deepcopy(config)
-    config.allow_global_per_layer_attribute_access = (
-        True  # heads that differ by layer stay as they are
-    )
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    for name, value in SMALL.items():
+    """A config of the same kinds of layers with small sizes; heads keep theirs."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    groups = min(heads // (getattr(config, "num_key_value_heads", None) or heads), 8)
+    config = _shallow(config)
+    for name, value in NARROW.items():
         if type(now := getattr(config, name, None)) is int:
             setattr(config, name, min(now, value))
-    _cut_depth(config)
     config.num_attention_heads = 2 * groups if groups < 8 else groups
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = config.num_attention_heads // groups
     for name in ("hidden_size", "word_embed_proj_dim", "lru_width"):
         if getattr(config, name, None):
-            setattr(config, name, config.num_attention_heads * size)
+            setattr(config, name, hidden * config.num_attention_heads // heads)
+    _cut_mixers(config, hidden)
+    return config
+
+
+def _cut_mixers(config: PretrainedConfig, hidden: int):
+    """Keep heads beside attention's in proportion to the width, which was `hidden`, if they were."""
+    for number, size, groups in MIXERS:
+        wide = getattr(config, "mamba_expand", 0) * hidden
+        if wide and wide == getattr(config, number, 0) * getattr(config, size, 0):
+            now = wide * config.hidden_size // hidden
+            setattr(config, number, max(1, now // getattr(config, size)))
+            setattr(config, size, now // getattr(config, number))
+            if getattr(config, groups, None):
+                setattr(config, groups, math.gcd(getattr(config, groups), getattr(config, number)))
+    if getattr(config, "attention_head_dim", None):  # attention over two vectors of the width
+        config.attention_hidden_size = config.num_attention_heads * config.attention_head_dim
+
+
+def _shallow(config: PretrainedConfig) -> PretrainedConfig:
+    """A config of the same widths with few tokens, layers and experts."""
+    config = copy.deepcopy(config)
+    config.allow_global_per_layer_attribute_access = (
+        True  # heads that differ by layer stay as they are
+    )
+    for name, value in FEW.items():
+        if type(now := getattr(config, name, None)) is int:
+            setattr(config, name, min(now, value))
+    _cut_depth(config)
     if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:
         config.pad_token_id = 0
     return config
@@ -157,19 +210,24 @@ def small(config: PretrainedConfig) -> PretrainedConfig:
 
 def _cut_depth(config: PretrainedConfig):
     """Keep few layers, each kind among them, and of lists with a value for each layer as many."""
-    kinds = list(getattr(config, "layer_types", None) or ())
     whole = config.num_hidden_layers
-    depth = min(whole, 3)
-    if kinds:
-        depth = max(depth, *(kinds.index(kind) + 1 for kind in kinds))
+    lists = {
+        name: values
+        for name, values in vars(config).items()
+        if isinstance(values, list) and len(values) == whole
+    }
+    kinds = [values for values in lists.values() if isinstance(values[0], str)]
+    depth = max(min(whole, 3), *(of.index(kind) + 1 for of in kinds for kind in of), 1)
     if shared := getattr(
         config, "num_kv_shared_layers", 0
     ):  # the last ones, after those they share with
         own, depth = depth, min(2 * depth, whole)
         config.num_kv_shared_layers = min(shared, depth - own)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == whole:
-            setattr(config, name, value[:depth])
+    if (pairs := getattr(config, "num_layers", whole)) not in (None, whole):  # of two layers each
+        depth = 2 * (whole // pairs)
+        config.num_layers = 2
+    for name, values in lists.items():
+        setattr(config, name, values[:depth])
     config.num_hidden_layers = depth
 
 

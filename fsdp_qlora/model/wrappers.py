@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,6 +28,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .blocks import base_model
+from .on_meta import parameters_on_meta
 from .packing_probe import TOLERANCE, small
 
 _TOKENS = 9  # of the row that is tried
@@ -82,7 +82,7 @@ class Wrapper:
         shared = set.intersection(*({id(p) for p in end.parameters()} for end in ends))
         text = copy.deepcopy(self.config.get_text_config())
         text.tie_word_embeddings, text._name_or_path = bool(shared), self.config._name_or_path
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             model = _class_alone(text)._from_config(text, dtype=dtype, **how)
         model.wrapper = self
         return model
@@ -155,7 +155,7 @@ def wrapper_around(config: PretrainedConfig) -> Wrapper:
     if _class_alone(text) is TextModel and type(text) not in MODEL_MAPPING:
         _refuse(config, f"transformers has no class for its {text.model_type} alone")
     try:
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             whole = kind._from_config(copy.deepcopy(config))
         whole.tie_weights()
         modules, differ = _tried(config, kind)
@@ -198,7 +198,7 @@ def _tried(config: PretrainedConfig, kind: type) -> tuple[dict[str, str], float]
         for p in alone.parameters():
             nn.init.normal_(p, 0, 0.1)
         ids = torch.randint(0, text.vocab_size, (1, _TOKENS))
-    with init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         whole = _eager(kind, config).eval()
     modules = _places(alone, whole)
     for here, there in modules.items():
