@@ -20,9 +20,11 @@ from fsdp_qlora.export.save import save_peft_config, save_trained
 from fsdp_qlora.export.tokenizer_files import save_tokenizer
 from fsdp_qlora.integrations.states import load_trained
 from fsdp_qlora.integrations.streamed import load_quantized, streamed_model
+from fsdp_qlora.loading import meta_model, read_config
 from fsdp_qlora.tensor_files import write_tensors
 from tests.families import save_family
 from tests.tokenizers import SPECIAL, save_chat_model
+from tests.wrappers import save_wrapped
 
 TEXT = "<|im_start|>user\nhi 12<|im_end|>\n"
 
@@ -132,6 +134,14 @@ def test_a_saved_configuration_has_the_names_of_transformers_4_and_is_the_same_t
     again = AutoConfig.from_pretrained(tmp_path)
     assert again.rope_parameters == made.rope_parameters
     assert (again.dtype, again.use_cache) == (torch.bfloat16, True)
+
+
+def test_a_mixture_tells_its_experts_by_the_older_name_too(tmp_path):
+    """Qwen3-MoE's, of which transformers 4 would take 128."""
+    AutoConfig.for_model("qwen3_moe", num_experts=4).save_pretrained(tmp_path)
+    use_older_names(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 4
+    assert AutoConfig.from_pretrained(tmp_path).num_local_experts == 4
 
 
 def test_a_configuration_inside_of_another_has_the_older_names_too():
@@ -248,3 +258,13 @@ def test_a_whole_model_is_loaded_again_from_what_was_saved(tmp_path, family):
             p.zero_()
     load_trained(tmp_path / "saved", model, torch.device("cpu"))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4", "llava"])
+def test_a_whole_model_with_towers_is_saved_under_the_names_of_its_files(tmp_path, kind):
+    base = Path(save_wrapped(tmp_path / "base", kind))
+    model = load_quantized(meta_model(read_config(str(base)), torch.float32), base, quant="none")
+    save_trained(model, tmp_path / "saved")
+    wanted, found = tensors_in(base), tensors_in(tmp_path / "saved")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -14,6 +14,10 @@ from ..json_input import read_object
 
 _GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 _NAMES = {"gpt_neox": _GPT_NEOX, "gpt_neox_japanese": _GPT_NEOX}  # where they were others
+_COUNTS_EXPERTS = (
+    "qwen3_moe",
+    "qwen3_vl_moe_text",
+)  # as num_experts, which is num_local_experts now
 _SCALINGS = (
     "default",
     "linear",
@@ -44,6 +48,8 @@ def with_older_names(config: dict) -> dict:
             config[name] = with_older_names(config[name])
     if isinstance(config.get("dtype"), str):
         config["torch_dtype"] = config["dtype"]
+    if config.get("model_type") in _COUNTS_EXPERTS and "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])
     rope = config.get("rope_parameters")
     if isinstance(rope, dict):
         names = _NAMES.get(config.get("model_type", ""), {})
