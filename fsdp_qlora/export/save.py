@@ -207,7 +207,7 @@ def _whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of a model that are in its files, by their names."""
     kept = {
-        f"{prefix}.{name}"
+        f"{prefix}.{name}".removeprefix(".")
         for prefix, module in model.named_modules()
         for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
