@@ -7,7 +7,6 @@ exists, and adapter values come last because they must be equal under every shar
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -43,8 +42,9 @@ from .model.attention import choose_attention
 from .model.attention_kernels import apply_attention_tiles
 from .model.autocast import apply_autocast
 from .model.block_kinds import num_block_kinds
-from .model.blocks import base_model, block_list, decoder_blocks, final_norm, gets_cache
+from .model.blocks import base_model, block_list, decoder_blocks, final_norm
 from .model.delta_nets import apply_delta_rule
+from .model.eager_calls import EagerCalls
 from .model.input_gradients import asking_for_gradient
 from .model.packing_probe import keep_rows_apart
 from .model.row_mixers import leave_uncompiled
@@ -193,10 +193,10 @@ _GRAPHS_OF_A_KIND = 8  # torch's own limit for a function
 def compile_blocks(model: nn.Module, dynamic: bool = False):
     """torch.compile each decoder block's forward and the norm after them, in place.
 
-    Like blocks share one graph; with a cache they run eager. An MLP in tiles is one op of its block's
-    graph, and has a graph of its own. Eager, the norm would hold several copies of all hidden states in
-    fp32. `dynamic` compiles for any number of rows and tokens at once, instead of for the first ones, then
-    the next.
+    Like blocks share one graph; where they fill a cache, or are recorded, they run eager. An MLP in tiles is
+    one op of its block's graph, and has a graph of its own. Eager, the norm would hold several copies of all
+    hidden states in fp32. `dynamic` compiles for any number of rows and tokens at once, instead of for the
+    first ones, then the next.
     """
     apply_delta_rule(model)  # of one that was made elsewhere
     leave_uncompiled(model)
@@ -212,25 +212,13 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     for mlp in tiled_mlps(model):
         mlp.forward = compiled(mlp.forward, options=options)
     first, *_ = blocks = decoder_blocks(model)
+    calls = EagerCalls()
     for block in blocks:
-        block.forward = partial(_eager_with_cache, compiled(block.forward, options=options))
+        block.forward = partial(calls.block, compiled(block.forward, options=options))
     if any(weight.requires_grad for weight in first.parameters()):
         first.forward = partial(_as_later_blocks, first.forward)
     if norm := final_norm(model):
-        norm.forward = compiled(norm.forward)
-
-
-def _eager_with_cache(forward, hidden: Tensor, *args, **kwargs):
-    """A compiled block's forward, eager with the MLP inside of it where the block gets a cache.
-
-    A graph that fills a cache is of one layer, and of an empty or a filled cache: torch would make two for
-    each layer, then give up, and run training eager too.
-    """
-    eager = (
-        torch.compiler.set_stance("force_eager") if gets_cache(*args, **kwargs) else nullcontext()
-    )
-    with eager:
-        return forward(hidden, *args, **kwargs)
+        norm.forward = partial(calls.norm, compiled(norm.forward))
 
 
 def _as_later_blocks(forward, hidden: Tensor, *args, **kwargs):
