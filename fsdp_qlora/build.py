@@ -49,6 +49,7 @@ from .model.input_gradients import asking_for_gradient
 from .model.packing_probe import keep_rows_apart
 from .model.row_mixers import leave_uncompiled
 from .model.sequence_parallel import apply_sequence_parallel
+from .model.state_space_mixers import apply_state_space_scan
 from .plan import Plan
 from .quantization.quantize import quantize_linears
 from .run_plan import plan_run
@@ -199,6 +200,7 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     first ones, then the next.
     """
     apply_delta_rule(model)  # of one that was made elsewhere
+    apply_state_space_scan(model)
     leave_uncompiled(model)
     # Else the integers of modules that FSDP owns (head_dim, in_features) are symbols under `dynamic`, and
     # shapes are terms of them: twice the time to compile. Those of other modules are constants anyway.

@@ -15,10 +15,11 @@ from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.catalog.shapes import shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import resolve
-from fsdp_qlora.model import delta_nets
+from fsdp_qlora.model import delta_nets, opaque_ops
 from fsdp_qlora.model import delta_rule as rules
-from fsdp_qlora.model.delta_nets import apply_delta_rule, has_own_rule
+from fsdp_qlora.model.delta_nets import apply_delta_rule
 from fsdp_qlora.model.delta_rule import delta_rule, delta_rule_backward
+from fsdp_qlora.model.own_rules import has_own_rule
 
 from .families import SIZES, family_config, two_alike
 
@@ -124,7 +125,7 @@ def of_11_bits(x: Tensor) -> Tensor:
 def test_on_tensor_cores_its_error_is_hardly_more_than_rounding_to_bf16(
     decays, strength, monkeypatch
 ):
-    monkeypatch.setattr(rules, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(opaque_ops, "_on_gpu", lambda x: True)
     tensors = [x.detach() for x in given(decays, 1000, torch.bfloat16, strength)]
     wide = [x.double().requires_grad_() for x in tensors]
     out = token_by_token(*wide)
@@ -142,7 +143,7 @@ def test_on_tensor_cores_its_error_is_hardly_more_than_rounding_to_bf16(
 
 
 def test_products_of_fp32_inputs_and_those_set_by_torchs_newer_names_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(rules, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(opaque_ops, "_on_gpu", lambda x: True)
     flat = [x.detach().flatten(0, 1) for x in given("head", 100, torch.float32)]
     with InTf32() as products:
         delta_rule._init_fn(*flat, ROWS, True)

@@ -16,6 +16,7 @@ from ..memory.pinned_memory import empty_on_host
 from ..model.conv1d import apply_plain_linears
 from ..model.delta_nets import apply_delta_rule
 from ..model.on_meta import parameters_on_meta
+from ..model.state_space_mixers import apply_state_space_scan
 from ..model.wrappers import wrapper_around, wrapper_class
 from ..sharding import refuse_to_train, watch_gradients
 from .model_folder import pinned_code
@@ -71,6 +72,7 @@ def meta_model(
     model.tie_weights()
     apply_stacked_experts(apply_plain_linears(model))
     apply_delta_rule(model)
+    apply_state_space_scan(model)
     _keep_in_fp32(model)
     return model.train()
 

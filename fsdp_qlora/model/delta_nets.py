@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from functools import cache, wraps
 
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config.delta_kernels import has_flash_linear_attention, why_on_plain_torch
-from ..own_forward import compute_by
 from .delta_rule import delta_rule
+from .own_rules import functions_called, has_own_rule, use_own_rule
 
 _BY_CHANNEL = "chunk_kimi_delta_attention"
 _OF_FILES = ("torch_chunk_gated_delta_rule", _BY_CHANNEL)  # in transformers
@@ -31,15 +29,9 @@ def apply_delta_rule(model: nn.Module):
             continue
         if theirs:
             mixer.chunk_gated_delta_rule = _own_rule(theirs)
+            mixer.has_own_rule = True
         else:
-            _make_choosable(type(mixer).__module__, name)
-            compute_by(mixer, _by_own_rule)
-        mixer.has_own_rule = True
-
-
-def has_own_rule(mixer: nn.Module) -> bool:
-    """Whether a mixer computes by this file's op."""
-    return getattr(mixer, "has_own_rule", False)
+            use_own_rule(mixer, {name: _own_rule})
 
 
 def _on_plain_torch(name: str) -> bool:
@@ -53,31 +45,9 @@ def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-@cache
 def _rule_of(kind: type[nn.Module]) -> str | None:
     """The name by which a mixer's code calls the rule."""
-    used = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return next((name for name in _OF_FILES if used and name in used.co_names), None)
-
-
-def _by_own_rule(mixer: nn.Module, own, *args, **kwargs):
-    """A mixer's forward, which hands on to the rule what it does not know."""
-    return own(mixer, *args, own_rule=True, **kwargs)
-
-
-def _make_choosable(file: str, name: str):
-    """Let those who call a function of transformers ask for this file's; for others it stays as it is."""
-    theirs = getattr(sys.modules[file], name)
-    if hasattr(theirs, "own_rule"):
-        return
-    ours = _own_rule(theirs)
-
-    @wraps(theirs)
-    def chosen(*args, own_rule: bool = False, **kwargs):
-        return (ours if own_rule else theirs)(*args, **kwargs)
-
-    chosen.own_rule = True  # type: ignore[attr-defined]
-    setattr(sys.modules[file], name, chosen)
+    return next((name for name in _OF_FILES if name in functions_called(kind)), None)
 
 
 @cache

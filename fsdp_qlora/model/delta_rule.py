@@ -18,13 +18,11 @@ G = B H. A decay has one channel or K.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .opaque_ops import outside_of_op
+from .opaque_ops import exactly, outside_of_op, tensor_cores
 
 CHUNK = 64  # tokens
 _PART = 16  # tokens of a chunk whose decays by channel are taken pair by pair
@@ -48,7 +46,7 @@ def delta_rule(
     query, key (B T, H, K), value (B T, H, V); decay (B T, H) or (B T, H, K), the logarithm of `a`;
     beta (B T, H), the rate. rows: B. normalized: divide queries and keys by their lengths.
     """
-    with torch.autocast(query.device.type, enabled=False), _tensor_cores(query):
+    with torch.autocast(query.device.type, enabled=False), tensor_cores(query):
         return _by_chunks(query, key, value, decay, beta, rows, normalized)
 
 
@@ -66,7 +64,7 @@ def delta_rule_backward(
     """Gradients of the five tensors, given the output's."""
     given = [x.detach().requires_grad_() for x in (query, key, value, decay, beta)]
     plain = torch.autocast(d_out.device.type, enabled=False)
-    with outside_of_op(), torch.enable_grad(), plain, _tensor_cores(query):
+    with outside_of_op(), torch.enable_grad(), plain, tensor_cores(query):
         out = _by_chunks(*given, rows, normalized)
         return [x.contiguous() for x in torch.autograd.grad(out, given, d_out)]
 
@@ -91,37 +89,6 @@ def _gradients(ctx, d_out):
 
 
 delta_rule.register_autograd(_gradients, setup_context=_save)
-
-
-def _tensor_cores(given: Tensor):
-    """Products of fp32 on a GPU's tensor cores, in TF32, for what is given in 16 bits."""
-    return _products(given, "highest" if given.dtype == torch.float32 else "high")
-
-
-def _exactly(x: Tensor):
-    """Products in fp32: where errors would add up from step to step."""
-    return _products(x, "highest")
-
-
-@contextmanager
-def _products(x: Tensor, precision: str):
-    if not _on_gpu(x):
-        yield
-        return
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by torch's newer names for it, and torch refuses a mixture
-        yield
-        return
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
 
 
 # ---- what it computes ---------------------------------------------------------------------------
@@ -228,7 +195,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, system: Tensor):
-        with _exactly(system):
+        with exactly(system):
             inverse = _inverse(system)
         ctx.save_for_backward(inverse)
         return inverse
@@ -285,7 +252,7 @@ class _Read(torch.autograd.Function):
         states = values.new_empty(*steps.shape[:3], values.shape[-1])
         states[0] = 0
         _product(keys[:-1].mT, values[:-1], states[1:])
-        with _exactly(values):
+        with exactly(values):
             for before, after, step in zip(states[:-1], states[1:], steps[:-1], strict=True):
                 after.baddbmm_(step, before)
         written = _plus(values, rates, states)
@@ -301,7 +268,7 @@ class _Read(torch.autograd.Function):
         after[-1] = 0
         _product(queries[1:].mT, d_out[1:], after[:-1])
         _plus(after[:-1], rates[1:].mT, d_written[1:])
-        with _exactly(d_out):
+        with exactly(d_out):
             for i in reversed(range(1, len(after))):
                 after[i - 1].baddbmm_(steps[i].mT, after[i])
         d_values = _plus(d_written, keys, after)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..config.delta_kernels import has_flash_linear_attention, why_on_plain_torch
 from ..own_forward import compute_by
-from .delta_nets import has_own_rule, is_hopper
+from .delta_nets import is_hopper
+from .own_rules import has_own_rule
 
 _SHORTEST = 16  # tokens; rows that are shorter go with those of this length
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
