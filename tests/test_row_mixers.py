@@ -24,6 +24,7 @@ from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.model.delta_nets import apply_delta_rule
 from fsdp_qlora.model.packing_probe import keep_rows_apart
 from fsdp_qlora.model.row_mixers import Borders, check_kernels, leave_uncompiled, row_mixers
+from fsdp_qlora.model.state_space_mixers import apply_state_space_scan
 
 from .families import EVERY_FAMILY, SIZES, family_config, save_family, two_alike
 
@@ -55,6 +56,7 @@ def made(family: str):
     """A random model that keeps packed rows apart, and the same without a line of this project."""
     ours, plain = two_alike(family)
     apply_delta_rule(ours)
+    apply_state_space_scan(ours)
     keep_rows_apart(ours)
     return ours, plain
 
@@ -165,6 +167,7 @@ def compiled_nodes(model, row: torch.Tensor, policy: str) -> tuple[int, list[str
     torch._dynamo.utils.counters.clear()
     apply_activation_policy(model, policy)
     apply_delta_rule(model)
+    apply_state_space_scan(model)
     leave_uncompiled(model)
     for block in decoder_blocks(model):
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
@@ -185,10 +188,19 @@ def test_what_is_compiled_of_a_mixer_does_not_grow_with_its_row(family):
 
 
 @pytest.mark.parametrize("policy", ["recompute_all", "keep_linears", "keep_all"])
-@pytest.mark.parametrize("family", ["Qwen3.5", "OLMo Hybrid"])
-def test_a_delta_nets_block_is_compiled_as_a_whole(family, policy):
+@pytest.mark.parametrize(
+    "family, more",
+    [
+        ("Qwen3.5", {}),
+        ("OLMo Hybrid", {}),
+        ("Falcon-H1", {}),
+        ("Bamba", {}),
+        ("Granite 4 H", dict(num_local_experts=0)),  # whose experts in transformers break off
+    ],
+)
+def test_a_block_with_an_op_of_ours_is_compiled_as_a_whole(family, more, policy):
     """One that breaks off would run eager, under a policy that recomputes."""
-    model = AutoModelForCausalLM.from_config(family_config(family))
+    model = AutoModelForCausalLM.from_config(family_config(family, **more))
     nodes, breaks = compiled_nodes(model, *rows_of((70,)), policy)
     assert nodes > 0 and not breaks
 

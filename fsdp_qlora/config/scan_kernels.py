@@ -11,7 +11,7 @@ _PACKAGES = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
 
 @cache
 def why_mamba2_on_plain_torch() -> tuple[str, str] | None:
-    """Why Mamba 2 runs on transformers' plain torch, and the remedy; None if on kernels."""
+    """Why Mamba 2 runs on this project's op of plain torch, and the remedy; None if on kernels."""
     missing = [name for package, name in _PACKAGES.items() if find_spec(package) is None]
     if not missing:
         return None

@@ -83,13 +83,14 @@ TORCH_STEP_SECONDS = 10e-6
 # and its bytes, products and steps count for 0.39. That op also solved triangular systems by cuBLAS, which
 # today's does not, and no profile says how long that took: the op may be faster than estimated.
 TORCH_RULE_SHARE = 0.73
-# Of Mamba 2 on plain torch (mamba2.py), traced, in values of 4 bytes per token, beside what sums are over: a
-# row of a chunk and a value's state for each head, values of all heads, states, one for each chunk, B with C.
-SCAN_FORWARD = (14.7, 13.8, 42.2, 7.5, 3.8)  # read and written, eager
-SCAN_BACKWARD = (25.9, 28.6, 72.5, 12.3, 5.3)
-SCAN_HELD = (5.8, 7.2)  # by a compiled backward at most: the first, or the second
-SCAN_LAUNCHES = (80, 109), (26, 37)  # of a forward and a backward, eager and compiled
-CACHE_RATE = 2  # of a copy's: what compiled sums read again and again. Not measured
+# Of Mamba 2 on plain torch (model/state_space_scan.py), traced, in values of 4 bytes per token and head: a
+# row of a chunk, values of a head, a state for each chunk, and a group's keys for each head that shares them.
+SCAN_CHUNK = 128  # tokens
+SCAN_PART = 2**17  # tokens times heads at once
+SCAN_HELD = (3.1, 7.1, 2.0, 2.3)  # by a part's backward at most
+SCAN_FORWARD = (10.3, 23.4, 1.0, 11.6)  # read and written,
+SCAN_BACKWARD = (25.0, 75.3, 8.9, 49)  # which makes its chunks again
+SCAN_LAUNCHES = (33, 118)  # of a part's forward and backward, beside its loop over chunks
 # Of lightning attention (lightning.py), in values of the compute dtype per token: a row of a chunk for each
 # head, values of all heads, a state for each chunk, and values of all heads for each chunk of a row.
 LIGHTNING_HELD = 8.2  # by its backward, in values of all heads

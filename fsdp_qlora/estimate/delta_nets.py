@@ -57,7 +57,7 @@ def seconds(net: Mixer, plan: Plan, gpu: Gpu) -> tuple[float, float]:
 def _loop_seconds(net: Mixer, plan: Plan, gpu: Gpu) -> float:
     """One pass over the chunks of all rows: a product D x D x D for each head, chunk after chunk."""
     step = 2 * plan.batch.micro_batch_size * net.state * _of_head(net) ** 0.5
-    return _steps(plan) * max(step / _fp32_rate(gpu), constants.TORCH_STEP_SECONDS)
+    return _steps(plan) * max(step / fp32_rate(gpu), constants.TORCH_STEP_SECONDS)
 
 
 def _product_seconds(net: Mixer, plan: Plan, gpu: Gpu) -> float:
@@ -65,7 +65,7 @@ def _product_seconds(net: Mixer, plan: Plan, gpu: Gpu) -> float:
     if plan.model.product_bytes < 4:
         return 0.0
     each = 10 * constants.STATE_CHUNK * _of_head(net) ** 0.5 + 8 * _of_head(net)
-    return plan.batch.tokens * net.state_heads * each / _fp32_rate(gpu)
+    return plan.batch.tokens * net.state_heads * each / fp32_rate(gpu)
 
 
 def launches(net: Mixer, plan: Plan) -> tuple[float, float]:
@@ -84,6 +84,6 @@ def _steps(plan: Plan) -> float:
     return plan.batch.context_length / constants.STATE_CHUNK
 
 
-def _fp32_rate(gpu: Gpu) -> float:
+def fp32_rate(gpu: Gpu) -> float:
     """FLOP/s of products without tensor cores."""
     return gpu.reached_tflops * 1e12 * constants.FP32_RATE * constants.MATMUL_SHARE

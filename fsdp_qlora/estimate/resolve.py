@@ -130,15 +130,15 @@ def _on_plain_torch(mixer: Mixer, shape: ModelShape, plan: Plan, gpu: Gpu) -> st
             "more memory: transformers has no kernels for it"
         )
     if mixer.rule == "delta":
-        why, more = why_on_plain_torch(gpu.is_hopper, mixer.decays_by_channel), ""
+        why = why_on_plain_torch(gpu.is_hopper, mixer.decays_by_channel)
     else:
-        why, more = why_mamba2_on_plain_torch(), " and most with --packing" * plan.model.rows_apart
+        why = why_mamba2_on_plain_torch()
     if why is None:
         return ""
     what = dict(delta="delta nets", mamba2="Mamba mixers")[mixer.rule]
     return (
         f"{why[0]}: the {what} of {shape.family} run on plain torch, which is slower and takes more "
-        f"memory in its backward{more} ({why[1]})"
+        f"memory in its backward ({why[1]})"
     )
 
 

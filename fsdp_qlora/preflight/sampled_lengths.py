@@ -8,11 +8,9 @@ from heapq import heappush, heappushpop
 from itertools import islice
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ..catalog.shapes import shape_from_config
 from ..config import RunConfig
-from ..config.scan_kernels import why_mamba2_on_plain_torch
 from ..data import (
     RowLengths,
     Subset,
@@ -141,7 +139,7 @@ def _keeping_largest(records: Iterator, largest: list) -> Iterator:
 
 
 def can_pack(config: RunConfig) -> bool:
-    """Whether the model keeps packed rows apart, at less than what packing gives."""
+    """Whether the model keeps packed rows apart."""
     try:
         settings = read_config(config.model_name, **config.source)
         used, _ = choose_attention("auto", True, settings, torch.device("cpu"), torch.float32)
@@ -149,14 +147,4 @@ def can_pack(config: RunConfig) -> bool:
         replace(config, packing=True)
     except ValueError:
         return False
-    return not _packs_at_a_loss(settings)
-
-
-def _packs_at_a_loss(settings: PreTrainedConfig) -> bool:
-    """Whether packed rows take Mamba 2 without kernels out of torch.compile (estimate/mamba2.py)."""
-    try:
-        kinds = shape_from_config(settings.to_dict()).block_kinds()
-    except ValueError:  # no estimate of such a model
-        return False
-    mixes = any(kind.block and kind.block.mixer.rule == "mamba2" for kind, _ in kinds)
-    return mixes and why_mamba2_on_plain_torch() is not None
+    return True

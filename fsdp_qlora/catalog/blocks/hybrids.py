@@ -82,7 +82,6 @@ def _mamba(c: dict, width: int, norm: bool, prefix: str = "") -> Mixer:
         state=width * c["mamba_d_state"],
         state_heads=heads,
         rule="mamba2",
-        chunk=c.get("mamba_chunk_size") or 256,
     )
 
 
@@ -118,7 +117,6 @@ def falcon_h1(c: dict, layer: int) -> Block:
         state=mamba.state,
         state_heads=mamba.state_heads,
         rule=mamba.rule,
-        chunk=mamba.chunk,
     )
     return Block(mixer, dense(c), norms(c, "input_layernorm", "pre_ff_layernorm"))
 
@@ -202,10 +200,8 @@ def nemotron_h(c: dict, layer: int) -> Block:
             mamba_d_state="ssm_state_size",
             mamba_d_conv="conv_kernel",
             mamba_conv_bias="use_conv_bias",
-            mamba_chunk_size="chunk_size",
         )
-        given = dict(chunk_size=128) | c
-        given |= {name: given[field] for name, field in names.items() if field in given}
+        given = c | {name: c[field] for name, field in names.items() if field in c}
         width = c["mamba_num_heads"] * c["mamba_head_dim"]
         return Block(_mamba(given, width, norm=True), Mlp(), one)
     if kind == "mlp":
