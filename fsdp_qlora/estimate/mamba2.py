@@ -27,8 +27,8 @@ class _Sizes:
     groups: int
     projected: int  # values that in_proj gives
     convolved: int
-    chunk: int
-    chunks: int  # of a row
+    chunk: float
+    chunks: float  # of a row
     rows: float
     heads_at_once: int  # in all groups of a part
 
