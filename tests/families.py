@@ -401,6 +401,35 @@ NEWER_FAMILIES = {
         **WINDOWS,
     ),
     "Mellum": dict(model_type="mellum", head_dim=16, **WINDOWS, **_EXPERTS),
+    "Command A MoE": dict(
+        model_type="cohere2_moe",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+        tie_word_embeddings=True,
+        **WINDOWS,
+    ),
+    "MiniMax M3": dict(
+        model_type="minimax_m3_vl_text",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+        dense_intermediate_size=128,
+        shared_intermediate_size=64,
+        rotary_dim=8,
+        mlp_layer_types=["dense", "sparse"],
+    ),
+    "Granite SWA": dict(model_type="granite_swa", **WINDOWS),
+    "Granite MoE SWA": dict(
+        model_type="granitemoe_swa",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+    ),
+    "A.X K1": dict(model_type="axk1", **_MLA, **_ROUTED),
+    "Gemma 4 unified": dict(model_type="gemma4_unified_text", head_dim=16),
 }
 NEWER_FAMILIES = {
     family: dict(tie_word_embeddings=False) | fields for family, fields in NEWER_FAMILIES.items()

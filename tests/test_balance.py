@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -138,17 +140,14 @@ def test_a_runs_own_padding_and_fillers_count_for_nothing(family, tmp_path):
     ).aux_loss
     config = RunConfig(
         model_name=folder, train_type="full", precision="fp32", sharding_strategy="ddp",
-        compile=False, router_aux_loss_coef=COEFFICIENT,
+        compile=False, router_aux_loss_coef=COEFFICIENT, context_length=40,
     )  # fmt: skip
     with process_group(CPU, timeout_minutes=1):
-        model = build_model(config, CPU)
+        models = [build_model(replace(config, packing=packing), CPU) for packing in (False, True)]
 
     def added(share, packing: bool) -> torch.Tensor:
         collation = Collation(3, pad_token_id=5, packing=packing, pad_to=40, mark_tokens=True)
-        batch = collation.batch(share, lambda i: (rows[i], rows[i]))
-        if packing:  # masks keep rows apart here
-            for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-                del batch[name]
+        batch, model = collation.batch(share, lambda i: (rows[i], rows[i])), models[packing]
         with torch.no_grad():
             return model.train()(**batch).loss - model.eval()(**batch).loss
 

@@ -51,6 +51,7 @@ FAMILIES = {
     "gemma3_text": replace(_GEMMA2, qk_norm="head"),
     "gemma3n_text": Traits(tied=True),
     "gemma4_text": Traits(tied=True),
+    "gemma4_unified_text": Traits(tied=True),
     "phi3": Traits(layers="fused"),
     "gpt2": Traits(
         layers="gpt2",
@@ -76,12 +77,13 @@ FAMILIES = {
 # Every model_type that tests/test_families.py compares with transformers, bitsandbytes and PEFT.
 TESTED_TYPES = frozenset(
     """
-    afmoe apertus arcee bamba cohere cohere2 cwm deepseek_v2 deepseek_v3 deepseek_v32 dots1
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 flex_olmo gemma gemma2
-    gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2
-    gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 kimi_linear lfm2 lfm2_moe llama
-    llama4_text mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3
+    afmoe apertus arcee axk1 bamba cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
+    deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 flex_olmo
+    gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt2 gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+    hy_v3 hyperclovax jais2 kimi_linear lfm2 lfm2_moe llama llama4_text mellum
+    mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3
     mistral mixtral nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt phi
     phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
     seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
@@ -96,8 +98,8 @@ FROZEN_EXPERTS = frozenset(["llama4_text"])  # PEFT mistakes their sides
 # Whose routers transformers has a balance loss for.
 BALANCED_EXPERTS = frozenset(
     """
-    ernie4_5_moe flex_olmo gpt_oss mellum minimax minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_5_moe_text
-    qwen3_moe qwen3_next
+    ernie4_5_moe flex_olmo gpt_oss mellum minimax minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe
+    qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next
     """.split()
 )
 _OWN_ATTENTION = frozenset(
@@ -244,4 +246,5 @@ _OWN_NAMES = {
     "kimi_linear": _kimi_names,
     "gemma3n_text": _gemma3n_names,
     "gemma4_text": lambda c: c | dict(num_experts_per_tok=c.get("top_k_experts")),
+    "gemma4_unified_text": lambda c: c | dict(num_experts_per_tok=c.get("top_k_experts")),
 }

@@ -75,6 +75,7 @@ _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
     "olmo_hybrid": olmo_hybrid,
     "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
+    "gemma4_unified_text": gemma4,
 }
 
 # Layers that `all-linear` leaves out, by the last part of their names (adapters/targets.py, `left_out`).
@@ -106,7 +107,7 @@ def left_out(family: str) -> tuple[str, ...]:
 
 def layer_inputs(config: dict) -> LayerInputs | None:
     """What the model that a config.json describes gives its blocks beside the stream."""
-    if config.get("model_type") not in ("gemma3n_text", "gemma4_text"):
+    if config.get("model_type") not in ("gemma3n_text", "gemma4_text", "gemma4_unified_text"):
         return None
     return LayerInputs(
         config.get("vocab_size_per_layer_input") or config["vocab_size"],
