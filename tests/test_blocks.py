@@ -1,6 +1,7 @@
 """Blocks, linear layers and heads of the four families, found without a table of families."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -135,3 +136,11 @@ def test_a_block_that_is_stored_in_fp32_computes_as_its_bf16_model_does(family):
     assert {g.dtype for g in found} == {torch.float32}
     expected, found = (torch.cat([g.float().flatten() for g in all]) for all in (expected, found))
     assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_the_norm_after_the_blocks_is_found_whatever_its_forward_is_wrapped_in():
+    """Trainers wrap it after it is compiled."""
+    model = AutoModelForCausalLM.from_config(family_config("Llama 3"))
+    norm = final_norm(model)
+    norm.forward = partial(lambda forward, *args, **kwargs: forward(*args, **kwargs), norm.forward)
+    assert final_norm(model) is norm is model.model.norm

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from inspect import Parameter
+from types import MethodType
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -67,11 +68,14 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def final_norm(model: nn.Module) -> nn.Module | None:
-    """What the hidden states go through after the last block: the next module that takes them alone."""
+    """What the hidden states go through after the last block: the next module that takes them alone.
+
+    By its class, as its own forward may be wrapped by now.
+    """
     name, blocks = block_list(model)
     around = list(model.get_submodule(name.rpartition(".")[0]).children())
     after = around[around.index(blocks) + 1 :]
-    return next((m for m in after if _takes_one(m.forward)), None)
+    return next((m for m in after if _takes_one(MethodType(type(m).forward, m))), None)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
