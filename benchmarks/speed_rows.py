@@ -165,6 +165,7 @@ CASES = {
     "gpt_oss_20b_qlora": Case(MOE, None, model="openai/gpt-oss-20b"),
     "gpt_oss_20b_qlora_experts": Case(MOE | ADAPTED, None, model="openai/gpt-oss-20b"),
     "qwen3_5_9b_qlora": Case(HYBRID, None, model="Qwen/Qwen3.5-9B"),
+    "nemotron_9b_qlora": Case(HYBRID, None, model="nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
     "70b_qlora": Case(WIDE | dict(batch_size=2), 1_850, model=LLAMA_70B, gpus=(4,)),
     "70b_qlora_8x1": Case(WIDE | dict(batch_size=8), 1_850, model=LLAMA_70B, gpus=(4,)),
     "70b_qlora_fp8": Case(WIDE | dict(batch_size=2) | FP8, 2_450, model=LLAMA_70B, gpus=(4,)),

@@ -82,9 +82,10 @@ for stage in "$@"; do
         --gradient_accumulation_steps 2 --lora_target_parameters experts --lora_rank 16
       go 200 recomputed python3 benchmarks/speed_rows.py qwen3_30b_qlora_streamed_8x4 \
         qwen3_30b_qlora_experts_recomputed_8bit --steps 3 --warmup 3 --results "$out/mixtures.jsonl" ;;
-    1-hybrids) go 400 hybrids python3 benchmarks/speed_rows.py qwen3_5_9b_qlora --steps 2 --warmup 1 \
-      --results "$out/models.jsonl" ;;
-    1-tests) go 590 tests python3 -m pytest -m gpu tests/gpu/test_sinks.py tests/gpu/test_adapted_products.py ;;
+    1-hybrids) go 500 hybrids python3 benchmarks/speed_rows.py qwen3_5_9b_qlora nemotron_9b_qlora --steps 2 \
+      --warmup 1 --results "$out/models.jsonl" ;;
+    1-tests) go 590 tests python3 -m pytest -m gpu tests/gpu/test_sinks.py tests/gpu/test_adapted_products.py \
+      tests/gpu/test_state_space_scan.py ;;
     2-tests) go 580 tests python3 -m pytest -m gpu tests/gpu/test_groups_of_gpus_alone.py \
       tests/gpu/test_offload.py tests/gpu/test_sharded_training.py ;;
     2-graphs) go 580 graphs python3 -m pytest -m gpu tests/gpu/test_graphs.py -k "two_ranks or evaluations" ;;
