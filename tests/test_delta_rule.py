@@ -21,7 +21,8 @@ from fsdp_qlora.model.delta_nets import apply_delta_rule
 from fsdp_qlora.model.delta_rule import delta_rule, delta_rule_backward
 from fsdp_qlora.model.own_rules import has_own_rule
 
-from .families import SIZES, family_config, two_alike
+from .families import family_config, two_alike
+from .own_rules import assert_answers_as_transformers, assert_padded_rows_as_transformers, counted
 
 THEIRS = dict(
     head=qwen.torch_chunk_gated_delta_rule,
@@ -188,30 +189,13 @@ def pair(family: str) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("family", DELTA_NETS)
 def test_padded_rows_have_the_logits_and_gradients_of_transformers(family, monkeypatch):
-    calls = []
-    monkeypatch.setattr(delta_nets, "delta_rule", lambda *a: calls.append(1) or delta_rule(*a))
-    changed, plain = pair(family)
-    ids = torch.randint(3, SIZES["vocab_size"], (2, 75))
-    mask = torch.ones_like(ids)
-    mask[0, 60:] = mask[1, :9] = 0
-    found, expected = (
-        m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for m in (changed, plain)
-    )
-    nets = sum(getattr(m, "has_own_rule", False) for m in changed.modules())
-    assert len(calls) == nets > 0  # and none of the plain model's
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    for logits in (found, expected):
-        logits.square().mean().backward()
-    for (name, p), q in zip(changed.named_parameters(), plain.parameters(), strict=True):
-        if q.grad is not None:
-            assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm() + 1e-7, name
+    calls = counted(monkeypatch, delta_nets, "delta_rule")
+    assert_padded_rows_as_transformers(*pair(family), calls)
 
 
 @pytest.mark.parametrize("family", DELTA_NETS)
 def test_answers_are_those_of_transformers(family):
-    ids = torch.randint(3, SIZES["vocab_size"], (1, 70))
-    found, expected = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in pair(family))
-    assert torch.equal(found, expected)
+    assert_answers_as_transformers(*pair(family))
 
 
 def test_a_mixer_that_has_its_rule_as_an_attribute_calls_the_op():

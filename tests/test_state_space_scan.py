@@ -20,6 +20,7 @@ from fsdp_qlora.model.state_space_mixers import apply_state_space_scan
 from fsdp_qlora.model.state_space_scan import state_space_scan, state_space_scan_backward
 
 from .families import SIZES, family_config
+from .own_rules import assert_answers_as_transformers, assert_padded_rows_as_transformers, counted
 from .test_delta_rule import InTf32, gradients, off
 
 ROWS, HEADS, VALUES, GROUPS, STATE = 2, 6, 16, 2, 24
@@ -202,34 +203,13 @@ def pair(family: str) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_rows_have_the_logits_and_gradients_of_transformers(family, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        state_space_mixers,
-        "state_space_scan",
-        lambda *a: calls.append(1) or state_space_scan(*a),
-    )
-    changed, plain = pair(family)
-    ids = torch.randint(3, SIZES["vocab_size"], (2, 75))
-    mask = torch.ones_like(ids)
-    mask[0, 60:] = mask[1, :9] = 0
-    found, expected = (
-        m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for m in (changed, plain)
-    )
-    mixers = sum(has_own_rule(m) for m in changed.modules())
-    assert len(calls) == mixers > 0  # and none of the plain model's
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    for logits in (found, expected):
-        logits.square().mean().backward()
-    for (name, p), q in zip(changed.named_parameters(), plain.parameters(), strict=True):
-        if q.grad is not None:
-            assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm() + 1e-7, name
+    calls = counted(monkeypatch, state_space_mixers, "state_space_scan")
+    assert_padded_rows_as_transformers(*pair(family), calls)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_transformers(family):
-    ids = torch.randint(3, SIZES["vocab_size"], (1, 70))
-    found, expected = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in pair(family))
-    assert torch.equal(found, expected)
+    assert_answers_as_transformers(*pair(family))
 
 
 @pytest.mark.parametrize(

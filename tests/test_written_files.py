@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from fsdp_qlora.checkpoint.tensors import TensorRows, write_rows
-from fsdp_qlora.export.config_file import use_older_names, with_older_names
+from fsdp_qlora.export.config_file import with_older_names, write_older_names
 from fsdp_qlora.export.merged_files import write_other_files
 from fsdp_qlora.export.save import save_peft_config, save_trained
 from fsdp_qlora.export.tokenizer_files import save_tokenizer
@@ -127,7 +127,7 @@ def test_a_saved_configuration_has_the_names_of_transformers_4_and_is_the_same_t
         kind, **sizes, **deepcopy(ROPES[kind]), dtype="bfloat16", use_cache=False
     )
     made.save_pretrained(tmp_path)
-    use_older_names(tmp_path)
+    write_older_names(tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
     same_numbers(told, ROPES[kind])
     assert told["torch_dtype"] == "bfloat16" and "use_cache" not in told
@@ -139,7 +139,7 @@ def test_a_saved_configuration_has_the_names_of_transformers_4_and_is_the_same_t
 def test_a_mixture_tells_its_experts_by_the_older_name_too(tmp_path):
     """Qwen3-MoE's, of which transformers 4 would take 128."""
     AutoConfig.for_model("qwen3_moe", num_experts=4).save_pretrained(tmp_path)
-    use_older_names(tmp_path)
+    write_older_names(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 4
     assert AutoConfig.from_pretrained(tmp_path).num_local_experts == 4
 

@@ -30,7 +30,7 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # kinds of layers with 
 _INSIDE = ("text_config", "language_config", "llm_config")
 
 
-def use_older_names(folder: Path):
+def write_older_names(folder: Path):
     """Let transformers 4 read a model folder's config.json too.
 
     What training had to turn off, the cache of keys and values, is left out.

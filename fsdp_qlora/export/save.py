@@ -34,7 +34,7 @@ from ..redact import redact_all
 from ..sharding import free_gathered
 from ..tensor_files import write_tensors
 from .card import write_card
-from .config_file import use_older_names
+from .config_file import write_older_names
 from .generation_config import stop_at_trained_ends, write_generation_settings
 from .merged_files import copy_processor
 from .stored_names import by_block, under_stored_names
@@ -251,7 +251,7 @@ def _save_full(
             if is_main:
                 writer.finish()
                 (wrapper.config_of(model) if wrapper else model.config).save_pretrained(scratch)
-                use_older_names(scratch)
+                write_older_names(scratch)
                 copy_processor(wrapper.files if wrapper else None, scratch)
                 write_generation_settings(model, scratch)
                 if write_rest:
