@@ -1,7 +1,7 @@
 """Run a function on real gloo ranks and bring back what each returned.
 
 Ranks are forked from a server that has the heavy imports done, so a spawn costs about a second; put
-several cases into one function all the same.
+several cases into one function all the same. On a machine of fewer GPUs than ranks they share GPUs.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def _rank(rank, world_size, port, results, function, args, grouped, device):
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
     )
+    if device == "cuda" and torch.cuda.device_count() < world_size:
+        share_gpus(rank, torch.cuda.device_count())
     from fsdp_qlora.dist import process_group, rank_device
 
     torch.set_num_threads(1)
@@ -115,6 +117,14 @@ def _rank(rank, world_size, port, results, function, args, grouped, device):
         results.close()
         results.join_thread()
         os._exit(1)
+
+
+def share_gpus(rank: int, gpus: int):
+    """Give this rank one of too few GPUs, by the environment.
+
+    NCCL refuses two ranks on one GPU unless it takes them for ranks of two machines; they talk over a socket.
+    """
+    os.environ.update(LOCAL_RANK=str(rank % gpus), NCCL_HOSTID=f"rank {rank}", NCCL_NET="Socket")
 
 
 def _packed(result) -> bytes:

@@ -1,4 +1,4 @@
-"""Micro-batches replayed from CUDA graphs train as they do one launch at a time; one GPU."""
+"""Micro-batches replayed from CUDA graphs train as they do one launch at a time."""
 
 from __future__ import annotations
 
@@ -76,19 +76,18 @@ SHARDED = {
     "full_shard, full": dict(train_type="full"),
     "shard_grad_op": dict(sharding_strategy="shard_grad_op", lora_dropout=0.1),
     "backward_post": dict(backward_prefetch="backward_post", forward_prefetch=True),
+}
+HYBRIDS = {  # which need groups of two or more
     "hybrid_full_shard": dict(sharding_strategy="hybrid_full_shard"),
+    "hybrid_shard_grad_op": dict(sharding_strategy="hybrid_shard_grad_op", lora_dropout=0.1),
 }
 
 
-ON_FOUR = ("hybrid_full_shard",)  # which needs groups of two or more
-ON_TWO = [name for name in SHARDED if name not in ON_FOUR]
-
-
-def train_sharded_both_ways(folder: str, alone: bool, settings: dict = SHARDED) -> dict:
-    """`train_both_ways` for sharded models, on these two ranks, or on one rank of four that is `alone`."""
+def train_sharded_both_ways(folder: str, alone: bool, settings: dict) -> dict:
+    """`train_both_ways` for sharded models, on these ranks, or on one rank of four that is `alone`."""
     cases = {name: dict(sharding_strategy="full_shard") | case for name, case in settings.items()}
     if not alone:
-        return train_both_ways(folder, {name: cases[name] for name in cases if name not in ON_FOUR})
+        return train_both_ways(folder, cases)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from one_rank import rank_zero_of
 
@@ -163,36 +162,46 @@ def of_mixtures(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_of_four(tmp_path_factory):
     folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
-    return run_ranks(train_sharded_both_ways, 1, folder, True, device="cuda", grouped=False)[0]
+    return run_ranks(
+        train_sharded_both_ways, 1, folder, True, SHARDED | HYBRIDS, device="cuda", grouped=False
+    )[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
-    return run_ranks(train_sharded_both_ways, 2, folder, False, device="cuda")[0]
+    return run_ranks(train_sharded_both_ways, 2, folder, False, SHARDED, device="cuda")[0]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
+    return run_ranks(train_sharded_both_ways, 4, folder, False, HYBRIDS, device="cuda")[0]
 
 
 @pytest.fixture(scope="module")
 def mixtures_of_two_ranks(tmp_path_factory):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     folder = save_family(
         tmp_path_factory.mktemp("tiny"), "Qwen3-MoE", hidden_size=128, moe_intermediate_size=128
     )
     return run_ranks(train_sharded_both_ways, 2, folder, False, MIXTURES, device="cuda")[0]
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize("case", SHARDED | HYBRIDS)
 def test_replayed_steps_of_one_rank_of_four(one_of_four, case):
     compare(one_of_four, case)
 
 
-@pytest.mark.parametrize("case", ON_TWO)
+@pytest.mark.parametrize("case", SHARDED)
 def test_replayed_steps_of_two_ranks(two_ranks, case):
     """Other than one rank alone, these replay NCCL's collectives."""
     compare(two_ranks, case)
+
+
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_replayed_steps_of_four_ranks(four_ranks, case):
+    """Gathers within two groups, and sums of gradients over both."""
+    compare(four_ranks, case)
 
 
 @pytest.mark.parametrize("case", MIXTURES)
@@ -268,8 +277,6 @@ def test_a_run_with_evaluations_and_checkpoints_is_the_same_replayed(ranks, stra
     Without dropout: in batches of other widths it drops other places. With it, and what else a run does
     if it is not told otherwise, a run is replayed too, to its end.
     """
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
     folder, rows = save_chat_model(tmp_path / "tiny"), tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(
