@@ -189,6 +189,7 @@ def attention(
 
 
 _GRAPHS_OF_A_KIND = 8  # torch's own limit for a function
+_kinds_compiled: list[int] = []  # kinds of blocks of each model of this process
 
 
 def compile_blocks(model: nn.Module, dynamic: bool = False):
@@ -205,10 +206,7 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     # Else the integers of modules that FSDP owns (head_dim, in_features) are symbols under `dynamic`, and
     # shapes are terms of them: twice the time to compile. Those of other modules are constants anyway.
     torch._dynamo.config.skip_fsdp_guards = False
-    # To torch, blocks under an activation policy are one function, which it runs eager after so many graphs:
-    # with and without autograd, a gradient of the input, or sizes that may change.
-    limit = _GRAPHS_OF_A_KIND * num_block_kinds(model)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    _allow_graphs_of(model)
     compiled = partial(torch.compile, dynamic=dynamic or None)
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for mlp in tiled_mlps(model):
@@ -221,6 +219,19 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
         first.forward = partial(_as_later_blocks, first.forward)
     if norm := final_norm(model):
         norm.forward = partial(calls.norm, compiled(norm.forward))
+
+
+def _allow_graphs_of(model: nn.Module):
+    """Have torch make graphs of this model's blocks beside those of models that were compiled before it.
+
+    To torch, blocks under an activation policy are one function, whichever model they are of, and it runs
+    that eager after so many graphs: with and without autograd, a gradient of the input, or sizes that may
+    change. Models of other ranks or dropout need theirs, and those of a model that is gone are kept.
+    """
+    _kinds_compiled.append(num_block_kinds(model))
+    limits, most = torch._dynamo.config, _GRAPHS_OF_A_KIND * sum(_kinds_compiled)
+    limits.recompile_limit = max(limits.recompile_limit, most)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
 
 
 def _as_later_blocks(forward, hidden: Tensor, *args, **kwargs):
