@@ -163,9 +163,11 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer):
     """The optimizer's step, or none; fused kernels decide it on the device.
 
     Reading `finite` would make the host wait for the GPU in every step. `found_inf` is what torch's
-    GradScaler gives fused optimizers: 1 leaves weights, moments and the step count alone.
+    GradScaler gives fused optimizers: 1 leaves weights, moments and the step count alone. For weights in
+    host memory torch would not wait for it to come there, and take what it finds from the step count.
     """
-    if optimizer.defaults.get("fused"):
+    on_device = all(p.device == finite.device for p in trained_weights(optimizer))
+    if optimizer.defaults.get("fused") and on_device:
         optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]
         optimizer.step()
     elif finite.item():

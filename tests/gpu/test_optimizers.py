@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.training.step import step_if
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 
@@ -64,6 +65,22 @@ def test_a_step_does_not_wait_for_the_gpu(name):
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_step_in_host_memory_waits_for_the_gpus_word_whether_it_is_one(finite):
+    """Without it torch took what was in its place from the step count, and NaN followed."""
+    model = nn.Module()
+    model.p = nn.ParameterList([torch.ones(64, 64)])
+    optimizer = build_optimizer(model, "adamw", 1e-2)
+    model.p[0].grad = torch.ones(64, 64)
+    gradient_norm = torch.ones((), device="cuda")
+    for _ in range(8):  # leaves pinned memory that is not zero to be used again
+        gradient_norm.add(7).to("cpu", non_blocking=True)
+    torch.cuda._sleep(2_000_000_000)
+    step_if((gradient_norm if finite else gradient_norm * torch.inf).isfinite(), optimizer)
+    assert optimizer.state[model.p[0]]["step"] == finite
+    assert bool((model.p[0] < 1).all()) == finite
 
 
 def test_an_8_bit_step_needs_a_gigabyte_beside_weights_gradients_and_states():
