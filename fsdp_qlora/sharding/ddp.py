@@ -6,6 +6,9 @@ broadcast them, and here they are still on the meta device then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from weakref import WeakMethod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,6 +28,9 @@ class GradientReducer:
 
     Weights that a script unfreezes later, another adapter among them (`set_adapter`), are among the
     trained from the next forward of the root on; one that was trained stays, as a backward may still come.
+
+    The model owns it. Hooks of weights hold it weakly: Python can't see what autograd holds, and would
+    never free a model whose weights hold it.
     """
 
     def __init__(self, model: nn.Module):
@@ -41,7 +47,7 @@ class GradientReducer:
             return
         for p in trained:
             if p not in self.trained:
-                self.trained[p] = p.register_post_accumulate_grad_hook(self.queue)
+                self.trained[p] = p.register_post_accumulate_grad_hook(_held_weakly(self.queue))
 
     def begin(self, *_):
         self.watch()
@@ -84,6 +90,17 @@ class GradientReducer:
             for i in missing:
                 if not had[i]:
                     bucket[i].grad = None
+
+
+def _held_weakly(method: Callable) -> Callable:
+    """A bound method, called as long as its object lives; it does not keep it alive."""
+    held = WeakMethod(method)
+
+    def call(*args):
+        if here := held():
+            here(*args)
+
+    return call
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
